@@ -1,0 +1,28 @@
+"""One suite, two devices: every test that takes `device` runs on the simulated device and, where there is one, a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from fxengine.driver import Device, DeviceNotFound
+
+settings.register_profile(
+    "fxengine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("fxengine")
+
+DEVICES = [pytest.param("sim", marks=pytest.mark.sim), pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """An open device: the simulated one, then the first GPU (skipped where there is none)."""
+    try:
+        opened = Device.open(request.param)
+    except DeviceNotFound as error:
+        pytest.skip(f"no GPU: {error}")
+    with opened:
+        yield opened
