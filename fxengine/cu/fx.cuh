@@ -40,7 +40,7 @@ enum FxActivation { FX_NONE = 0, FX_ELU = 1, FX_RELU = 2, FX_TANH = 3 };
 
 __device__ __forceinline__ float fx_activate(int kind, float x) {
     if (kind == FX_ELU) return x > 0.0f ? x : expm1f(x);
-    if (kind == FX_RELU) return x > 0.0f ? x : 0.0f;
+    if (kind == FX_RELU) return x <= 0.0f ? 0.0f : x;  // NaN passes
     if (kind == FX_TANH) return tanhf(x);
     return x;
 }
