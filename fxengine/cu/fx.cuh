@@ -9,13 +9,24 @@
 typedef unsigned long long u64;
 
 // A launch covers a table of records of one kind. Every record starts with `int first_tile; int tiles;`: block b
-// works for the record with first_tile <= b < first_tile + tiles. Tables are short (tens of records), so a scan is
-// cheapest, and it runs before fx_wait(): nothing in a table changes after capture.
+// works for the record with first_tile <= b < first_tile + tiles. The search runs before fx_wait(), since nothing in a
+// table changes after capture; the lanes of a warp look at 32 records at once, because a chain of dependent loads over
+// the tens of records of the optimizer would cost more than its arithmetic.
 template <class Record>
 __device__ __forceinline__ const Record& fx_record(const Record* table, int count, int& tile) {
     const int block = static_cast<int>(blockIdx.x);
     int i = 0;
+#if FX_DEVICE
+    const int lane = static_cast<int>(threadIdx.x & 31u);
+    int begun = 0;  // records that begin at or before this block
+    for (int base = 0; count > 1 && base < count; base += 32) {
+        const bool mine = base + lane < count && block >= table[base + lane].first_tile;
+        begun += __popc(__ballot_sync(0xffffffffu, mine));
+    }
+    i = begun > 0 ? begun - 1 : 0;
+#else
     while (i + 1 < count && block >= table[i + 1].first_tile) ++i;
+#endif
     tile = block - table[i].first_tile;
     return table[i];
 }
@@ -51,4 +62,104 @@ __device__ __forceinline__ float fx_activate_slope(int kind, float y) {
     if (kind == FX_RELU) return y > 0.0f ? 1.0f : 0.0f;
     if (kind == FX_TANH) return 1.0f - y * y;
     return 1.0f;
+}
+
+#define FX_INF __uint_as_float(0x7f800000u)
+
+// False for infinities and NaN.
+__device__ __forceinline__ bool fx_finite(double x) { return x - x == 0.0; }
+
+// The exact zero that a scale of zero owes, whatever x holds (NaN and infinities included).
+__device__ __forceinline__ float fx_scaled(float scale, float x) { return scale == 0.0f ? 0.0f : scale * x; }
+
+// x limited to [-bound, bound]; a bound of FX_INF changes nothing.
+__device__ __forceinline__ float fx_limit(float x, float bound) { return fminf(fmaxf(x, -bound), bound); }
+
+// Quotient and square root to 2 units in the last place, without the slow path (a call, and registers spilled around
+// it) that correct rounding needs. fx_divide: |b| <= 2^126. fx_root: x >= 0.
+__device__ __forceinline__ float fx_divide(float a, float b) {
+#if FX_DEVICE
+    return __fdividef(a, b);
+#else
+    return a / b;
+#endif
+}
+
+__device__ __forceinline__ float fx_root(float x) {
+#if FX_DEVICE
+    float root;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+#else
+    return sqrtf(x);
+#endif
+}
+
+// Memory that changes behind the kernel's back (mapped host memory, partial sums of other blocks): a volatile access
+// goes past the first-level cache and is never served by the read-only path.
+template <class T>
+__device__ __forceinline__ T fx_load_fresh(const T* address) {
+    return *static_cast<const volatile T*>(address);
+}
+
+template <class T>
+__device__ __forceinline__ void fx_store_through(T* address, T value) {
+    *static_cast<volatile T*>(address) = value;
+}
+
+// Sum over groups of LANES neighbouring lanes (a power of two up to 32), the same bits in every lane of the group: the
+// butterfly has one fixed order. All lanes of the warp take part.
+template <int LANES, class T>
+__device__ __forceinline__ T fx_lanes_sum(T value) {
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+template <class T>
+__device__ __forceinline__ T fx_warp_sum(T value) {
+    return fx_lanes_sum<32>(value);
+}
+
+// Sum over a block of 256 threads in fixed order, returned to every thread. `scratch`: 8 values of shared memory.
+template <class T>
+__device__ __forceinline__ T fx_block_sum(T value, T* scratch) {
+    value = fx_warp_sum(value);
+    __syncthreads();  // an earlier use of scratch is over
+    if ((threadIdx.x & 31u) == 0) scratch[threadIdx.x >> 5] = value;
+    __syncthreads();
+    T total = scratch[0];
+#pragma unroll
+    for (int warp = 1; warp < 8; ++warp) total += scratch[warp];
+    return total;
+}
+
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011): 128 random bits
+// that are a pure function of a 64-bit key and a 128-bit counter.
+struct FxPhilox {
+    unsigned x, y, z, w;
+};
+
+__device__ __forceinline__ FxPhilox fx_philox(u64 key, unsigned c0, unsigned c1, unsigned c2, unsigned c3) {
+    unsigned k0 = static_cast<unsigned>(key), k1 = static_cast<unsigned>(key >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
+        const unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return FxPhilox{c0, c1, c2, c3};
+}
+
+// An integer in [0, population) from 64 random bits: the high half of their product. Its bias is below
+// population / 2^64. The package's streams: key = seed, counter = (item, stream, replay low, replay high).
+__device__ __forceinline__ u64 fx_random_index(u64 seed, u64 replay, unsigned stream, unsigned item, u64 population) {
+    const FxPhilox bits =
+        fx_philox(seed, item, stream, static_cast<unsigned>(replay), static_cast<unsigned>(replay >> 32));
+    return __umul64hi((static_cast<u64>(bits.y) << 32) | bits.x, population);
 }

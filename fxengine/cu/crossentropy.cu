@@ -1,0 +1,143 @@
+// Softmax cross-entropy over valid rows, forward and backward in one pass.
+//
+// fx_count_valid: valid = number of labels inside [0, classes). One block per record.
+//
+// fx_crossentropy: logits [rows, classes], labels [rows]; a label outside [0, classes) masks its row.
+//   probabilities[b, :] = softmax(logits[b, :])                       (every row, masked or not)
+//   wire[b]             = p[b, 1] - p[b, 0], two classes only         (every row)
+//   dlogits[b, :]       = weight (p - onehot(label)) / max(1, valid)  (=, never +=)
+//                         exact 0 in a masked row, and everywhere when weight is 0, whatever the logits hold
+//   loss_partials[tile] = sum over the valid rows of the tile of -log p[b, label]; fx_sum divides by max(1, valid)
+//   correct_partials[tile] = number of valid rows whose argmax is the label (lowest index on ties, NaN never wins,
+//                         all NaN gives 0)
+// Every output may be null; without labels all rows count as masked. A row is worked on by 2, 8 or 32 lanes, so a tile
+// has 128, 32 or 8 rows. The row is read three times rather than kept: any number of classes fits, and the second and
+// third reads hit the first-level cache.
+#include "fx.cuh"
+
+struct CountValid {
+    int first_tile;
+    int tiles;
+    const int* labels;  // [n]
+    int* valid;         // number of valid labels
+    int n;
+    int classes;
+};
+
+struct CrossEntropy {
+    int first_tile;
+    int tiles;
+    const float* logits;    // [rows, classes]
+    const int* labels;      // [rows] or null
+    const int* valid;       // number of valid rows; needed by dlogits
+    const float* weight;    // weight of the loss; needed by dlogits
+    float* dlogits;         // [rows, classes] or null
+    float* probabilities;   // [rows, classes] or null
+    float* wire;            // [rows], wire_stride apart, or null
+    double* loss_partials;  // [tiles] or null
+    int* correct_partials;  // [tiles] or null
+    long long ld_logits;    // floats between rows
+    long long ld_dlogits;
+    long long ld_probabilities;
+    long long wire_stride;
+    int rows;
+    int classes;
+    int lanes;              // lanes per row: 2, 8 or 32
+};
+
+extern "C" __global__ void __launch_bounds__(256) fx_count_valid(const CountValid* table, int count) {
+    __shared__ int scratch[8];
+    int tile;
+    const CountValid record = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    int valid = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) {
+        const int label = record.labels[i];
+        valid += label >= 0 && label < record.classes;
+    }
+    valid = fx_block_sum(valid, scratch);
+    if (threadIdx.x == 0) *record.valid = valid;
+}
+
+// The outputs' fields are read where they are used: held in registers from the start they would be spilled.
+template <int LANES>
+__device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, int tile, double* losses, int* hits) {
+    constexpr int none = 0x7fffffff;
+    const int lane = static_cast<int>(threadIdx.x) % LANES;
+    const long long row = static_cast<long long>(tile) * (256 / LANES) + static_cast<int>(threadIdx.x) / LANES;
+    const bool live = row < record.rows;  // lanes past the last row still take part in the shuffles
+    const int classes = live ? record.classes : 0;
+    const float* logits = record.logits + (live ? row * record.ld_logits : 0);
+    const int label = live && record.labels != nullptr ? record.labels[row] : -1;
+    const bool valid = label >= 0 && label < classes;
+
+    float peak = -FX_INF;
+    int best = none;
+    for (int i = lane; i < classes; i += LANES) {
+        const float x = logits[i];
+        if (x > peak || (x == peak && i < best)) {
+            peak = x;
+            best = i;
+        }
+    }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        const float other_peak = __shfl_xor_sync(0xffffffffu, peak, offset);
+        const int other_best = __shfl_xor_sync(0xffffffffu, best, offset);
+        if (other_peak > peak || (other_peak == peak && other_best < best)) {
+            peak = other_peak;
+            best = other_best;
+        }
+    }
+    float sum = 0.0f;
+    for (int i = lane; i < classes; i += LANES) sum += expf(logits[i] - peak);
+    sum = fx_lanes_sum<LANES>(sum);
+    const float inverse = fx_divide(1.0f, sum);
+
+    if (float* out = record.probabilities; out != nullptr) {
+        out += row * record.ld_probabilities;
+        for (int i = lane; i < classes; i += LANES) out[i] = expf(logits[i] - peak) * inverse;
+    }
+    if (float* out = record.wire; out != nullptr && live && lane == 0) {
+        out[row * record.wire_stride] = (expf(logits[1] - peak) - expf(logits[0] - peak)) * inverse;
+    }
+    if (float* out = record.dlogits; out != nullptr) {
+        out += row * record.ld_dlogits;
+        const int total = *record.valid;
+        const float weight = *record.weight;
+        const float scale = fx_divide(weight, static_cast<float>(total > 1 ? total : 1));
+        const bool flows = valid && weight != 0.0f;
+        for (int i = lane; i < classes; i += LANES) {
+            const float p = expf(logits[i] - peak) * inverse;
+            out[i] = flows ? scale * (p - (i == label ? 1.0f : 0.0f)) : 0.0f;
+        }
+    }
+    const bool counts = valid && lane == 0;
+    if (double* out = record.loss_partials; out != nullptr) {
+        const double loss = counts ? static_cast<double>(logf(sum) - (logits[label] - peak)) : 0.0;
+        const double total = fx_block_sum(loss, losses);
+        if (threadIdx.x == 0) out[tile] = total;
+    }
+    if (int* out = record.correct_partials; out != nullptr) {
+        const int total = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
+        if (threadIdx.x == 0) out[tile] = total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEntropy* table, int count) {
+    __shared__ double losses[8];
+    __shared__ int hits[8];
+    int tile;
+    const CrossEntropy& record = fx_record(table, count, tile);
+    const int lanes = record.lanes;
+    fx_wait();
+    fx_trigger();
+    if (lanes == 2) {
+        crossentropy_rows<2>(record, tile, losses, hits);
+    } else if (lanes == 8) {
+        crossentropy_rows<8>(record, tile, losses, hits);
+    } else {
+        crossentropy_rows<32>(record, tile, losses, hits);
+    }
+}

@@ -1,0 +1,283 @@
+// The product behind the linear kernels (linear_forward.cu, linear_dx.cu, linear_dw.cu), fp32 on the CUDA cores:
+//
+//     acc[i, j] = sum over k of A[i, k] * B[j, k]
+//
+// A block of 256 threads owns BM x BN outputs. It stages BK values of k at a time in shared memory as [k][row], fetching
+// the next stage into registers while it computes on this one: one barrier per stage. A tile that has fewer than 256
+// register tiles (TM x TN outputs of a thread) divides the threads into GROUPS; group g takes k = g, g + GROUPS, ... of
+// each stage, and the groups are added in the order 0, 1, 2, ... at the end. The order of a sum therefore depends on
+// the tile shape and on the sizes alone: not on alignment, on the grid or on the other records of the launch.
+//
+// Rows and columns beyond the matrix read as 0 and are never stored; gaps between rows are never read. Any size >= 1 and
+// any row stride work; 16-byte accesses are used where address and stride allow.
+#pragma once
+#include "fx.cuh"
+
+template <int BM_, int BN_, int BK_, int TM_, int TN_>
+struct LinearTile {
+    static constexpr int BM = BM_;
+    static constexpr int BN = BN_;
+    static constexpr int BK = BK_;
+    static constexpr int TM = TM_;
+    static constexpr int TN = TN_;
+    static constexpr int THREADS = 256;
+    static constexpr int GROUPS = THREADS * TM * TN / (BM * BN);
+    // Rows of 4 mod 8 words: the transposing stores of LinearOperand then hit 32 different banks.
+    static constexpr int LDA = BM + 4;
+    static constexpr int LDB = BN + 4;
+    static constexpr int STAGE = BK * (LDA + LDB);
+    static constexpr int SUMS = GROUPS > 1 ? GROUPS * BM * BN : 0;
+    static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;  // floats
+    // Neighbouring outputs that a thread handles at once after the groups are added.
+    static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
+    static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
+    static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
+};
+
+typedef LinearTile<128, 128, 16, 8, 8> Tile128x128;
+typedef LinearTile<64, 64, 32, 8, 4> Tile64x64;   // 2 groups
+typedef LinearTile<32, 32, 64, 4, 4> Tile32x32;   // 4 groups
+typedef LinearTile<16, 32, 64, 4, 4> Tile16x32;   // 8 groups
+typedef LinearTile<16, 16, 128, 4, 4> Tile16x16;  // 16 groups
+
+// Whether rows that start at p, ld elements apart, can be read four floats at a time.
+__device__ __forceinline__ bool fx_quads(const float* p, int ld) {
+    return ((reinterpret_cast<u64>(p) | (static_cast<u64>(ld) * 4)) & 15) == 0;
+}
+
+// The first `left` of W neighbouring floats; the rest read as 0. quads: p may be read 16 bytes at a time.
+template <int W>
+__device__ __forceinline__ void fx_load(float (&v)[W], const float* p, int left, bool quads) {
+    if constexpr (W == 4) {
+        if (quads && left >= 4) {
+            const float4 q = *reinterpret_cast<const float4*>(p);
+            v[0] = q.x;
+            v[1] = q.y;
+            v[2] = q.z;
+            v[3] = q.w;
+            return;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < W; ++e) v[e] = e < left ? p[e] : 0.0f;
+}
+
+template <int W>
+__device__ __forceinline__ void fx_store(float* p, const float (&v)[W], int left, bool quads) {
+    if constexpr (W == 4) {
+        if (quads && left >= 4) {
+            *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
+            return;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < W; ++e) {
+        if (e < left) p[e] = v[e];
+    }
+}
+
+// One operand: R rows of the tile. INNER: element (row, k) lies at p[row * ld + k], else at p[k * ld + row].
+template <int R, int BK, bool INNER>
+struct LinearOperand {
+    static constexpr int LD = R + 4;
+    static constexpr int UNITS = R * BK / (4 * 256);
+    static_assert(UNITS * 4 * 256 == R * BK, "every thread fetches the same number of quads");
+    const float* p;
+    int ld;
+    int rows;  // rows of the tile that exist
+    bool quads;
+
+    __device__ __forceinline__ LinearOperand(const float* p_, int ld_, int rows_)
+        : p(p_), ld(ld_), rows(rows_), quads(fx_quads(p_, ld_)) {}
+
+    // Quad `unit` of a stage. INNER: a warp covers 16 rows x 8 values of k, whole 32-byte sectors of global memory.
+    static __device__ __forceinline__ void place(int unit, int& row, int& k) {
+        if constexpr (INNER) {
+            row = (unit >> 1) % R;
+            k = 4 * ((unit & 1) + 2 * (unit / (2 * R)));
+        } else {
+            row = 4 * (unit % (R / 4));
+            k = unit / (R / 4);
+        }
+    }
+
+    __device__ __forceinline__ void fetch(float (&held)[UNITS][4], int k0, int k_end) const {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            int row, k;
+            place(static_cast<int>(threadIdx.x) + 256 * u, row, k);
+            k += k0;
+            if constexpr (INNER) {
+                fx_load(held[u], p + static_cast<long long>(row) * ld + k, row < rows ? k_end - k : 0, quads);
+            } else {
+                fx_load(held[u], p + static_cast<long long>(k) * ld + row, k < k_end ? rows - row : 0, quads);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void stash(float* stage, const float (&held)[UNITS][4]) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            int row, k;
+            place(static_cast<int>(threadIdx.x) + 256 * u, row, k);
+            if constexpr (INNER) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) stage[(k + e) * LD + row] = held[u][e];
+            } else {
+                fx_store(stage + k * LD + row, held[u], 4, true);
+            }
+        }
+    }
+};
+
+// Where a thread's register tile lies: `row`, `column` of its first quad; further quads follow ROW_STEP, COLUMN_STEP
+// apart. A warp covers a patch of 8 x 4 register tiles, so that its shared-memory reads need one pass each.
+template <class T>
+struct LinearPlace {
+    static constexpr int ROW_STEP = T::BM / (T::TM / 4);
+    static constexpr int COLUMN_STEP = T::BN / (T::TN / 4);
+    int group, row, column;
+
+    __device__ __forceinline__ LinearPlace() {
+        constexpr int across = T::BN / T::TN;
+        constexpr int down = T::BM / T::TM;
+        constexpr int wide = across < 8 ? across : 8;
+        constexpr int high = down < 4 ? down : 4;
+        const int thread = static_cast<int>(threadIdx.x) % (across * down);
+        const int patch = thread / (wide * high);
+        const int lane = thread % (wide * high);
+        group = static_cast<int>(threadIdx.x) / (across * down);
+        row = 4 * (patch / (across / wide) * high + lane / wide);
+        column = 4 * (patch % (across / wide) * wide + lane % wide);
+    }
+};
+
+// acc += the outer product of one k: a and b point at this thread's first quad of the staged row k.
+template <class T>
+__device__ __forceinline__ void fx_linear_step(float (&acc)[T::TM][T::TN], const float* a, const float* b) {
+    float va[T::TM / 4][4], vb[T::TN / 4][4];
+#pragma unroll
+    for (int i = 0; i < T::TM / 4; ++i) fx_load(va[i], a + i * LinearPlace<T>::ROW_STEP, 4, true);
+#pragma unroll
+    for (int j = 0; j < T::TN / 4; ++j) fx_load(vb[j], b + j * LinearPlace<T>::COLUMN_STEP, 4, true);
+#pragma unroll
+    for (int i = 0; i < T::TM; ++i) {
+#pragma unroll
+        for (int j = 0; j < T::TN; ++j) acc[i][j] += va[i / 4][i % 4] * vb[j / 4][j % 4];
+    }
+}
+
+// acc += sum over k in [k_begin, k_end) of A[., k] B[., k]. Every thread of the block calls it; it ends with a barrier, so
+// that `shared` may be reused at once. With SUM, row_sum also receives the sums over k of the quads of A that this thread
+// fetched (A not INNER: they all belong to the same four rows; fx_linear_row_sums adds the threads up).
+template <class T, bool SUM, class A, class B>
+__device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], float (&row_sum)[4], const A& a, const B& b,
+                                                  int k_begin, int k_end, float* shared) {
+    if (k_begin >= k_end) return;
+    const LinearPlace<T> at;
+    float held_a[A::UNITS][4], held_b[B::UNITS][4];
+    float* now = shared;
+    float* next = shared + T::STAGE;
+    a.fetch(held_a, k_begin, k_end);
+    b.fetch(held_b, k_begin, k_end);
+    int k0 = k_begin - T::BK;  // the stage before the first: the loop below starts by storing what was fetched
+#pragma unroll 1
+    while (true) {
+        if (SUM) {
+#pragma unroll
+            for (int u = 0; u < A::UNITS; ++u) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) row_sum[e] += held_a[u][e];
+            }
+        }
+        A::stash(now, held_a);
+        B::stash(now + T::BK * T::LDA, held_b);
+        __syncthreads();
+        k0 += T::BK;
+        const bool more = k0 + T::BK < k_end;
+        if (more) {
+            a.fetch(held_a, k0 + T::BK, k_end);
+            b.fetch(held_b, k0 + T::BK, k_end);
+        }
+        const float* pa = now + at.group * T::LDA + at.row;
+        const float* pb = now + T::BK * T::LDA + at.group * T::LDB + at.column;
+        if (k0 + T::BK <= k_end) {
+#pragma unroll
+            for (int k = 0; k < T::BK / T::GROUPS; ++k) {
+                fx_linear_step<T>(acc, pa + k * T::GROUPS * T::LDA, pb + k * T::GROUPS * T::LDB);
+            }
+        } else {
+#pragma unroll 1
+            for (int k = k0 + at.group; k < k_end; k += T::GROUPS) {
+                fx_linear_step<T>(acc, pa, pb);
+                pa += T::GROUPS * T::LDA;
+                pb += T::GROUPS * T::LDB;
+            }
+        }
+        if (!more) break;
+        float* swap = now;
+        now = next;
+        next = swap;
+    }
+    __syncthreads();
+}
+
+// Calls use(row, column, values) for every run of neighbouring outputs of this thread, the groups added in order.
+// Threads may have to meet again before `shared` is reused.
+template <class T, class Use>
+__device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Use use) {
+    const LinearPlace<T> at;
+    if constexpr (T::GROUPS == 1) {
+#pragma unroll
+        for (int i = 0; i < T::TM; ++i) {
+#pragma unroll
+            for (int j = 0; j < T::TN; j += 4) {
+                float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
+                use(at.row + i / 4 * at.ROW_STEP + i % 4, at.column + j / 4 * at.COLUMN_STEP, v);
+            }
+        }
+    } else {
+        float* mine = shared + at.group * T::BM * T::BN;
+#pragma unroll
+        for (int i = 0; i < T::TM; ++i) {
+#pragma unroll
+            for (int j = 0; j < T::TN; j += 4) {
+                const float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
+                const int row = at.row + i / 4 * at.ROW_STEP + i % 4;
+                fx_store(mine + row * T::BN + at.column + j / 4 * at.COLUMN_STEP, v, 4, true);
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
+            const int first = i + static_cast<int>(threadIdx.x) * T::WIDTH;
+            float v[T::WIDTH];
+            fx_load(v, shared + first, T::WIDTH, true);
+#pragma unroll
+            for (int g = 1; g < T::GROUPS; ++g) {
+                float other[T::WIDTH];
+                fx_load(other, shared + g * T::BM * T::BN + first, T::WIDTH, true);
+#pragma unroll
+                for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
+            }
+            use(first / T::BN, first % T::BN, v);
+        }
+    }
+}
+
+// The sum of row threadIdx.x of A over all k (threads below BM; others get 0), from row_sum of fx_linear_product, the
+// threads added in order. Every thread of the block calls it; starts and ends with a barrier.
+template <class T>
+__device__ __forceinline__ float fx_linear_row_sums(const float (&row_sum)[4], float* shared) {
+    __syncthreads();
+    const int thread = static_cast<int>(threadIdx.x);
+    fx_store(shared + 4 * thread, row_sum, 4, true);  // [1024 / BM][BM]: quad thread % (BM / 4) of part thread / (BM / 4)
+    __syncthreads();
+    float sum = 0.0f;
+    if (thread < T::BM) {
+        for (int part = 0; part < 1024 / T::BM; ++part) sum += shared[part * T::BM + thread];
+    }
+    __syncthreads();
+    return sum;
+}

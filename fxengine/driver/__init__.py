@@ -1,0 +1,1 @@
+"""The CUDA driver layer: devices, memory, kernels, captures."""

@@ -1,0 +1,408 @@
+"""What a host application holds: one captured step, its signals, its telemetry, its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fxengine import signals as signal_rows
+from fxengine import telemetry as telemetry_rows
+from fxengine.checkpoint import Checkpoint
+from fxengine.config import StepConfig
+from fxengine.driver import Buffer, Device
+from fxengine.driver.errors import ClosedError
+from fxengine.graphs import Plan, StepGraph
+from fxengine.initialise import initial_value
+from fxengine.nets.builder import COUNTERS, Source, StepBuilder
+from fxengine.nets.step import specified_step
+from fxengine.signals import Signals
+from fxengine.staging import InputStaging
+from fxengine.telemetry import Report, Telemetry
+
+Definition: TypeAlias = Callable[[StepBuilder], None]
+
+
+class Engine:
+    """A training step, captured once and replayed per `step()`.
+
+    Args:
+        definition: a `StepConfig` (the specified step), or a function that declares a step on a `StepBuilder`.
+        device: `auto`, `cuda:N`, `sim`, or an open Device (which stays open when the engine closes).
+        seed: seeds the initial parameters and the Philox stream of batch indices.
+        precision: `fp32`, the only mode of this version.
+        signals: first values of host-owned signals, by name.
+        data: per input, device-resident rows [n, ...]: each step gathers its batch from them, and nothing is copied
+            from the host. Inputs without data are written by the host with `write`.
+        groups: parameter groups by index, for a definition with groups of its own.
+        guard: put guard words around every buffer and let `check_guards` look for stray writes.
+
+    Raises:
+        DeviceNotFound: no such device; the message says what to install.
+        ConfigError, ProgramError: the definition cannot be built.
+        CudaError: the driver refused something.
+    """
+
+    def __init__(
+        self,
+        definition: StepConfig | Definition,
+        *,
+        device: str | Device = "auto",
+        seed: int = 0,
+        precision: str = "fp32",
+        signals: Mapping[str, float] | None = None,
+        data: Mapping[str, NDArray[Any]] | None = None,
+        groups: Mapping[int, str] | None = None,
+        guard: bool = False,
+    ) -> None:
+        if precision != "fp32":
+            raise ValueError(f"precision {precision!r} is not built in this version; the only mode is 'fp32'")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+        self.config = definition if isinstance(definition, StepConfig) else None
+        self.precision = precision
+        self.seed = seed
+        self._owns_device = not isinstance(device, Device)
+        self.device = device if isinstance(device, Device) else Device.open(device)
+        self._closed = False
+        self._evaluations: dict[Any, _Evaluation] = {}
+        try:
+            self._build(_as_definition(definition), _checked_data(data), groups, guard)
+            self._initialise()
+            self.signals.update(signals or {})
+        except BaseException:
+            self.close()
+            raise
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def step(self, *, captured: bool = True) -> None:
+        """Run one step asynchronously: publish the signals, replay the graph.
+
+        Waits only when `signals.RING_ROWS` replays are already queued. With captured=False the same program runs
+        launch by launch, without the graph, with the same bits: the debugging mode.
+
+        Raises:
+            ClosedError: the engine is closed.
+            CudaError: an earlier replay failed, or the launch was refused.
+        """
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        self.signals.publish(self._submitted)
+        if captured:
+            self._replay()
+        else:
+            self.plan.run(stream=self.stream)
+        self._submitted += 1
+
+    def synchronize(self) -> None:
+        """Wait until every queued step has finished."""
+        with self.device.activate():
+            self.stream.synchronize()
+
+    def telemetry(self) -> Report | None:
+        """Report of the newest finished step, None before the first. Never blocks."""
+        return self._telemetry.latest()
+
+    def telemetry_since(self, replay: int) -> list[Report]:
+        """Reports of the finished steps after replay number `replay`, as far back as the ring reaches. Never blocks."""
+        return self._telemetry.since(replay)
+
+    def write(self, **inputs: ArrayLike) -> None:
+        """Copy batch inputs to the device for the following steps, in stream order (earlier steps are not disturbed).
+
+        Raises:
+            KeyError: no such input.
+            ValueError: a shape or dtype differs from the input's, or the input is gathered from resident data.
+        """
+        for name, value in inputs.items():
+            if name not in self._builder.inputs:
+                raise KeyError(f"no input '{name}'; the step has {sorted(self._builder.inputs)}")
+            if name in self._resident:
+                raise ValueError(f"input '{name}' is gathered from device-resident data and cannot be written")
+        self._staging.write(inputs)
+
+    def evaluate(self, inputs: Mapping[str, NDArray[Any]], *, definition: Definition | None = None) -> dict[str, float]:
+        """Losses and accuracies of the present parameters on given rows, without training on them.
+
+        Args:
+            inputs: every input of the step, with any number of rows n for a StepConfig.
+            definition: for an engine made from a function: the function that declares the step for these shapes.
+
+        Returns:
+            The telemetry values of the forward pass (losses over the n rows, accuracies), by name.
+        """
+        rows = {len(a) for a in inputs.values()}
+        if len(rows) != 1:
+            shapes = {k: np.shape(a) for k, a in inputs.items()}
+            raise ValueError(f"inputs must have equally many rows, got {shapes}")
+        if self.config is not None:
+            count = rows.pop()
+            key: Any = count
+            definition = partial(specified_step, config=replace(self.config, batch=count))
+        elif definition is None:
+            raise ValueError("an engine made from a function needs definition= to evaluate")
+        else:
+            key = definition
+        if key not in self._evaluations:
+            self._evaluations[key] = _Evaluation(self, definition)
+        return self._evaluations[key].run(inputs)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step: `graph.census()`, `graph.table()`, `graph.dot()`."""
+        return self._graph
+
+    @property
+    def params(self) -> Parameters:
+        """Parameters by name: read and assign float32 arrays."""
+        return Parameters(self)
+
+    def output(self, name: str) -> NDArray[Any]:
+        """Copy of a named output of the last step (for example h1, wire). Waits for the queued steps."""
+        tensor = self._builder.outputs.get(name) or self._builder.inputs.get(name)
+        if tensor is None:
+            raise KeyError(f"no output '{name}'; there are {sorted([*self._builder.outputs, *self._builder.inputs])}")
+        return self._read(self.plan.buffer(tensor))
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Everything that a resumed run needs, as host arrays: parameters, moments, counters, signals."""
+        arrays = {f"param.{n}": self.params[n] for n in self.params}
+        for p in self._builder.groups.parameters:
+            arrays[f"m.{p.name}"] = self._read(self.plan.buffer(p.m))
+            arrays[f"v.{p.name}"] = self._read(self.plan.buffer(p.v))
+        arrays["counters"] = self._read(self.plan.buffer("counters")).view(np.uint64)
+        arrays["signals.device"] = self._read(self.plan.buffer(self._builder.snapshot))
+        host = self.signals.as_dict()
+        arrays["signals.host"] = np.array([host[n] for n in self._builder.signals.host_names], np.float32)
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Inverse of `state`. Nothing is changed if an array is missing or has another shape.
+
+        Raises:
+            ValueError: names every array that is missing or does not fit.
+        """
+        expected = self.state()
+        problems = [f"{n} is missing" for n in expected if n not in arrays]
+        problems += [
+            f"{n} is {arrays[n].dtype} {arrays[n].shape}, expected {a.dtype} {a.shape}"
+            for n, a in expected.items()
+            if n in arrays and (arrays[n].shape != a.shape or arrays[n].dtype != a.dtype)
+        ]
+        if problems:
+            raise ValueError("the state does not belong to this step: " + "; ".join(problems))
+        for name in self.params:
+            self.params[name] = arrays[f"param.{name}"]
+        for p in self._builder.groups.parameters:
+            self._write(self.plan.buffer(p.m), arrays[f"m.{p.name}"])
+            self._write(self.plan.buffer(p.v), arrays[f"v.{p.name}"])
+        self._set_counters(arrays["counters"])
+        self._write(self.plan.buffer(self._builder.snapshot), arrays["signals.device"])
+        self.signals.update(
+            dict(zip(self._builder.signals.host_names, map(float, arrays["signals.host"]), strict=True))
+        )
+
+    def state_hash(self) -> str:
+        """SHA-256 over the state: equal exactly when every bit of it is."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self.state().items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: str | Path, extra: Mapping[str, NDArray[Any]] | None = None) -> None:
+        """Write a safetensors checkpoint (through a temporary file, replaced in one step).
+
+        Args:
+            path: file to write.
+            extra: further arrays to keep with it, under the prefix `extra.`.
+        """
+        config = self.config.to_json() if self.config is not None else ""
+        Checkpoint(self.state(), dict(extra or {}), config, self.seed).save(path)
+
+    @classmethod
+    def load(cls, path: str | Path, **options: Any) -> Engine:
+        """An engine from a checkpoint, with the options of the constructor (device, data, ...).
+
+        Raises:
+            ValueError: the file is no checkpoint of a StepConfig engine.
+        """
+        checkpoint = Checkpoint.load(path)
+        if not checkpoint.config:
+            raise ValueError(f"{path} holds a step made from a function; build that engine and use load_state()")
+        engine = cls(StepConfig.from_json(checkpoint.config), seed=checkpoint.seed, **options)
+        engine.load_state(checkpoint.state)
+        return engine
+
+    def check_guards(self) -> None:
+        """Raise if a kernel wrote past a buffer (engines made with guard=True)."""
+        self.synchronize()
+        self.plan.check_guards()
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    def _build(
+        self, definition: Definition, data: dict[str, Source], groups: Mapping[int, str] | None, guard: bool
+    ) -> None:
+        self._resident = frozenset(data)
+        builder = self._builder = StepBuilder(self.device.target, groups=groups, data=data)
+        definition(builder)
+        builder.finish()
+        self.stream = self.device.stream()
+        self.plan = Plan(builder.program, self.device, guard=guard)
+        self._graph = self.plan.capture(stream=self.stream)
+        self._replay = partial(self._graph.launch, stream=self.stream)
+
+        row = telemetry_rows.row_bytes(len(builder.reports))
+        self._telemetry = Telemetry(
+            builder.reports,
+            builder.signals.groups,
+            self.plan.mapped("telemetry.ring").array.reshape(telemetry_rows.RING_ROWS, row),
+            self.plan.mapped("telemetry.head").array.view(np.uint64),
+        )
+        ring = self.plan.mapped("signals.ring").array.view(np.float32)
+        self.signals = Signals(
+            builder.signals,
+            ring.reshape(signal_rows.RING_ROWS, signal_rows.ROW_STRIDE),
+            finished=self._telemetry.finished,
+            idle=self._idle,
+        )
+        self._staging = InputStaging(
+            self.device,
+            self.stream,
+            {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in data},
+        )
+
+    def _initialise(self) -> None:
+        for arena in ("params", "grads", "adam_m", "adam_v"):
+            for group in self._builder.groups:
+                self.plan.buffer(f"{arena}.{group.name}").fill_u32(0)
+        self.plan.buffer(self._builder.snapshot).fill_u32(0)
+        self._set_counters(np.array([0, 0, 0, self.seed], np.uint64))
+        for name, buffer in self._parameter_buffers().items():
+            self._write(buffer, initial_value(name, buffer.shape, self.seed))
+
+    def _set_counters(self, counters: NDArray[np.uint64]) -> None:
+        """Device counters and the host's mirror of them: the next row of both rings, the next replay number."""
+        self._write(self.plan.buffer("counters"), counters.view(np.uint8))
+        self._submitted = int(counters[COUNTERS.index("replays")])
+        self.plan.mapped("telemetry.head").array.view(np.uint64)[0] = self._submitted
+
+    def _parameter_buffers(self) -> dict[str, Buffer]:
+        trained = {p.name: self.plan.buffer(p.value) for p in self._builder.groups.parameters}
+        fixed = {n: self.plan.buffer(t) for n, t in self._builder.fixed_parameters.items()}
+        return {**trained, **fixed}
+
+    def _idle(self) -> bool:
+        with self.device.activate():
+            return self.stream.query()
+
+    def _read(self, buffer: Buffer) -> NDArray[Any]:
+        self.synchronize()
+        return buffer.read()
+
+    def _write(self, buffer: Buffer, array: NDArray[Any]) -> None:
+        self.synchronize()
+        buffer.write(np.ascontiguousarray(array))
+
+    # -- lifetime ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free everything. Idempotent; a device given to the constructor stays open."""
+        if self._closed:
+            return
+        self._closed = True
+        for evaluation in self._evaluations.values():
+            evaluation.close()
+        for name in ("_graph", "_staging", "plan", "stream"):
+            owned = self.__dict__.get(name)
+            if owned is not None:
+                owned.close()
+        if self._owns_device:
+            self.device.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Parameters(Mapping[str, NDArray[np.float32]]):
+    """Parameters of an engine by name. Reading copies from the device, assigning copies to it; both wait."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._buffers = engine._parameter_buffers()
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._engine._read(self._buffer(name))
+
+    def __setitem__(self, name: str, value: ArrayLike) -> None:
+        buffer = self._buffer(name)
+        array = np.asarray(value)
+        if array.shape != buffer.shape or array.dtype != np.float32:
+            raise ValueError(f"parameter '{name}' is float32 {buffer.shape}, got {array.dtype} {array.shape}")
+        self._engine._write(buffer, array)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def _buffer(self, name: str) -> Buffer:
+        if name not in self._buffers:
+            raise KeyError(f"no parameter '{name}'; there are {', '.join(self._buffers)}")
+        return self._buffers[name]
+
+
+class _Evaluation:
+    """The forward of a step over given rows, with the parameters and signals of an engine."""
+
+    def __init__(self, engine: Engine, definition: Definition) -> None:
+        self._engine = engine
+        shared = {
+            name: engine.plan.buffer(name)
+            for name, storage in engine._builder.program.storages.items()
+            if storage.arena in ("params", "grads", "adam_m", "adam_v", "fixed", "signals")
+        }
+        self._builder = StepBuilder(engine.device.target, groups=engine._builder.signals.groups, shared=shared)
+        definition(self._builder)
+        self._builder.finish()
+        self._plan = Plan(self._builder.program, engine.device)
+        self._graph = self._plan.capture(stream=engine.stream)
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        if set(inputs) != set(self._builder.inputs):
+            raise ValueError(f"inputs {sorted(inputs)} given, the step reads {sorted(self._builder.inputs)}")
+        for name, array in inputs.items():
+            self._engine._write(self._plan.buffer(self._builder.inputs[name]), np.asarray(array))
+        self._graph.launch(stream=self._engine.stream)
+        values = self._engine._read(self._plan.buffer("telemetry.values")).view(np.float32)
+        return {name: float(values[i]) for i, name in enumerate(self._builder.reports)}
+
+    def close(self) -> None:
+        self._graph.close()
+        self._plan.close()
+
+
+def _as_definition(definition: StepConfig | Definition) -> Definition:
+    return partial(specified_step, config=definition) if isinstance(definition, StepConfig) else definition
+
+
+def _checked_data(data: Mapping[str, NDArray[Any]] | None) -> dict[str, Source]:
+    arrays = {name: np.ascontiguousarray(array) for name, array in (data or {}).items()}
+    rows = {len(a) for a in arrays.values()}
+    if len(rows) > 1:
+        raise ValueError(f"data must have equally many rows, got { ({n: len(a) for n, a in arrays.items()}) }")
+    return {name: Source(array) for name, array in arrays.items()}

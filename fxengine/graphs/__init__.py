@@ -1,0 +1,35 @@
+"""The step as data, and what becomes of it: program, plan, captured graph."""
+
+from fxengine.graphs.plan import Plan
+from fxengine.graphs.program import (
+    ACTIVATIONS,
+    CONSTANTS,
+    MAPPED,
+    ZEROED,
+    Family,
+    Launch,
+    Program,
+    ProgramError,
+    Tensor,
+)
+from fxengine.graphs.schedule import Node, depth, schedule
+from fxengine.graphs.stepgraph import Census, StepGraph, node_times
+
+__all__ = [
+    "ACTIVATIONS",
+    "CONSTANTS",
+    "MAPPED",
+    "ZEROED",
+    "Census",
+    "Family",
+    "Launch",
+    "Node",
+    "Plan",
+    "Program",
+    "ProgramError",
+    "StepGraph",
+    "Tensor",
+    "depth",
+    "node_times",
+    "schedule",
+]

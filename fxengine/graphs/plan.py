@@ -1,0 +1,242 @@
+"""A program with a place in memory: arenas, record tables, uncaptured execution, capture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxengine.driver import Arena, Arguments, Buffer, Device, Kernel, MappedBuffer, Stream, capture
+from fxengine.driver.errors import ClosedError
+from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor
+from fxengine.graphs.schedule import Node, schedule
+from fxengine.graphs.stepgraph import StepGraph
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node ready to run: the kernel with its table bound, or the memset."""
+
+    node: Node
+    kernel: Kernel | None
+    arguments: Arguments | None
+    blocks: int
+
+
+class Plan:
+    """Allocates a program's tensors, uploads its record tables, and runs or captures it.
+
+    One arena per lifetime; everything that must be cleared lies in one arena, so that one memset node clears it.
+    The plan owns the memory: keep it as long as its buffers or graphs are in use.
+
+    Args:
+        program: the program to place. It must not grow afterwards.
+        device: where it runs.
+        guard: put guard words between the buffers of every arena; `check_guards()` then finds stray writes.
+
+    Raises:
+        ProgramError: a record's fields do not match its kernel's struct.
+        CudaError: out of memory, or another driver failure.
+    """
+
+    def __init__(self, program: Program, device: Device, *, guard: bool = False) -> None:
+        self.program = program
+        self.device = device
+        self.nodes = schedule(program)
+        self._arenas: dict[str, Arena] = {}
+        self._mapped: dict[str, MappedBuffer] = {}
+        self._buffers: dict[str, Buffer] = {}
+        self._closed = False
+        try:
+            self._place(guard)
+            self._steps = self._bind()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def buffer(self, tensor: Tensor | str) -> Buffer:
+        """Device buffer of a tensor (or of a whole storage, by name).
+
+        A strided view comes back as its whole rows: read it and slice the columns.
+
+        Raises:
+            ProgramError: the program has no such tensor, or it is mapped memory (use `mapped`).
+        """
+        self._check_open()
+        name = tensor if isinstance(tensor, str) else tensor.name
+        if name not in self._buffers:
+            known = "it is mapped memory, use mapped()" if name in self._mapped else "the program has no such tensor"
+            raise ProgramError(f"no device buffer for '{name}': {known}")
+        whole = self._buffers[name]
+        if isinstance(tensor, str):
+            return whole
+        if not tensor.contiguous:
+            raise ProgramError(
+                f"{tensor} has gaps between its rows; read the buffer of the storage by name and slice it"
+            )
+        return whole.view(tensor.offset * tensor.dtype.itemsize, tensor.shape, tensor.dtype, tensor.name)
+
+    def mapped(self, name: str) -> MappedBuffer:
+        """Mapped-pinned buffer of a tensor in the `mapped` arena, with its NumPy view."""
+        self._check_open()
+        try:
+            return self._mapped[name]
+        except KeyError:
+            raise ProgramError(f"no mapped buffer '{name}'; there are {sorted(self._mapped)}") from None
+
+    def arena_bytes(self) -> dict[str, int]:
+        """Bytes per arena."""
+        sizes = {name: arena.nbytes for name, arena in self._arenas.items()}
+        if self._mapped:
+            sizes[MAPPED] = sum(m.nbytes for m in self._mapped.values())
+        return dict(sorted(sizes.items()))
+
+    def check_guards(self) -> None:
+        """Raise if any write went past a buffer (plans made with guard=True)."""
+        for arena in self._arenas.values():
+            arena.check_guards()
+
+    # -- execution ---------------------------------------------------------------------------------------------
+
+    def run(self, *, stream: Stream) -> None:
+        """Run the program launch by launch, without a graph. Same kernels, same tables, same bits."""
+        self._check_open()
+        with self.device.activate():
+            for step in self._steps:
+                self._issue(step, stream, pdl=False)
+
+    def capture(self, *, stream: Stream) -> StepGraph:
+        """Capture the program as one CUDA graph with exact edges and instantiate it."""
+        return self.capture_nodes(range(len(self._steps)), stream=stream)
+
+    def capture_nodes(self, indices: Sequence[int], *, stream: Stream, chain: int = 1) -> StepGraph:
+        """Capture some of the nodes, `chain` times one after another (for timing a node by itself)."""
+        self._check_open()
+        captured: dict[int, Any] = {}
+        with self.device.activate():
+            with capture(stream) as recording:
+                tail: list[Any] = []
+                for _ in range(chain):
+                    captured.clear()
+                    for i in indices:
+                        step = self._steps[i]
+                        depends = [captured[d] for d in step.node.after if d in captured] or tail
+                        kernels = step.kernel is not None and all(
+                            self._steps[d].kernel is not None for d in step.node.after if d in captured
+                        )
+                        recording.set_dependencies(depends, programmatic=kernels and bool(depends))
+                        self._issue(step, stream, pdl=kernels and bool(depends))
+                        captured[i] = recording.last_node()
+                    tail = [captured[i] for i in indices if not self._followed(i, indices)]
+                recording.set_dependencies(tail)
+            return StepGraph(self, recording.graph, tuple(self._steps[i] for i in indices) * chain)
+
+    def _followed(self, index: int, indices: Sequence[int]) -> bool:
+        return any(index in self._steps[j].node.after for j in indices)
+
+    def _issue(self, step: Step, stream: Stream, *, pdl: bool) -> None:
+        if step.kernel is None or step.arguments is None:
+            arena = self._arenas[ZEROED]
+            self.device.driver.cuMemsetD32Async(arena.address, 0, arena.nbytes // 4, stream.handle)
+            return
+        step.kernel.launch(step.blocks, step.kernel.threads, step.arguments, stream=stream, pdl=pdl)
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    def _place(self, guard: bool) -> None:
+        by_arena: dict[str, list[Storage]] = defaultdict(list)
+        for storage in self.program.storages.values():
+            if storage.buffer is not None:
+                self._buffers[storage.name] = storage.buffer
+            elif storage.arena == MAPPED:
+                self._mapped[storage.name] = MappedBuffer(self.device, (storage.nbytes,), np.uint8, name=storage.name)
+            else:
+                by_arena[storage.arena].append(storage)
+        for name, storages in by_arena.items():
+            nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guard)
+            arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guard)
+            for storage in storages:
+                self._buffers[storage.name] = arena.place(storage.name, (storage.nbytes,), np.uint8)
+        for storage in self.program.storages.values():
+            if storage.data is not None:
+                self._buffers[storage.name].write(np.ascontiguousarray(storage.data).reshape(-1).view(np.uint8))
+
+    def _bind(self) -> tuple[Step, ...]:
+        tables: list[tuple[Kernel, NDArray[Any], int] | None] = []
+        for node in self.nodes:
+            if node.family is None:
+                tables.append(None)
+                continue
+            module = self.device.module(node.family.source)
+            table, blocks = self._table(node.records, module.struct(node.family.struct))
+            tables.append((module.kernel(node.family.kernel), table, blocks))
+
+        sizes = [0 if entry is None else entry[1].nbytes for entry in tables]
+        arena = self._arenas["tables"] = Arena(self.device, "tables", Arena.required(tuple(s for s in sizes if s)))
+        steps = []
+        for index, (node, entry) in enumerate(zip(self.nodes, tables, strict=True)):
+            if entry is None:
+                steps.append(Step(node, None, None, 0))
+                continue
+            kernel, table, blocks = entry
+            place = arena.place(f"table {index}", (table.nbytes,), np.uint8)
+            place.write(table.view(np.uint8).reshape(-1))
+            steps.append(Step(node, kernel, kernel.bind(place.address, len(table)), blocks))
+        return tuple(steps)
+
+    def _table(self, records: Sequence[Launch], struct: np.dtype[Any]) -> tuple[NDArray[Any], int]:
+        expected = set(struct.names or ()) - {"first_tile", "tiles"}
+        table = np.zeros(len(records), struct)
+        blocks = 0
+        for row, record in zip(table, records, strict=True):
+            if set(record.fields) != expected:
+                missing, unknown = (
+                    sorted(expected - set(record.fields)),
+                    sorted(set(record.fields) - expected),
+                )
+                raise ProgramError(
+                    f"'{record.label}': fields do not match struct {record.family.struct} of {record.family.source}; "
+                    f"missing {missing}, unknown {unknown}"
+                )
+            tiles = record.family.tiles(record.fields)
+            if tiles < 1:
+                raise ProgramError(f"'{record.label}': {record.family.name} needs at least one block, got {tiles}")
+            row["first_tile"], row["tiles"] = blocks, tiles
+            for key, value in record.fields.items():
+                row[key] = self._address(value) if isinstance(value, Tensor) else value
+            blocks += tiles
+        return table, blocks
+
+    def _address(self, tensor: Tensor) -> int:
+        home = self._mapped if tensor.storage.arena == MAPPED else self._buffers
+        return home[tensor.name].address + tensor.offset * tensor.dtype.itemsize  # type: ignore[index]
+
+    # -- lifetime ----------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the plan is closed")
+
+    def close(self) -> None:
+        """Free the plan's memory. Idempotent; graphs captured from it must not be launched afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        for mapped in self._mapped.values():
+            mapped.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,300 @@
+"""The step as data: tensors that have no address yet, and records of launches that name what they read and write.
+
+Nothing here touches a device. A `Program` can be printed, compared and checked; `Plan` gives its tensors their
+places and its records their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+if TYPE_CHECKING:
+    from fxengine.driver import Buffer, Target
+
+#: Arena whose storages one memset node clears at the start of every replay.
+ZEROED = "zeroed"
+#: Arena of mapped-pinned host memory (signal rows, telemetry rows).
+MAPPED = "mapped"
+#: Arena of data uploaded once, when the program is planned.
+CONSTANTS = "constants"
+#: Arena of everything a step computes and the next one may overwrite.
+ACTIVATIONS = "activations"
+
+Value: TypeAlias = "Tensor | int | float"
+
+
+class ProgramError(ValueError):
+    """A record or tensor that cannot be part of a program; the message names it and both sides of the conflict."""
+
+
+@dataclass(eq=False)
+class Storage:
+    """One allocation to be made: a named run of bytes in an arena.
+
+    Attributes:
+        name: unique within its program.
+        nbytes: size in bytes.
+        arena: which arena it will be placed in (one arena per lifetime).
+        data: contents to upload when the program is planned, or None.
+        buffer: an existing device buffer to use instead of a new allocation, or None.
+    """
+
+    name: str
+    nbytes: int
+    arena: str
+    data: NDArray[Any] | None = None
+    buffer: Buffer | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A typed view into a storage. Views of one storage share memory.
+
+    Attributes:
+        storage: where the elements live.
+        offset: first element, counted in elements from the start of the storage.
+        shape: extent per dimension.
+        dtype: NumPy dtype of an element.
+        ld: elements from one row to the next (leading dimension); the last dimension is contiguous.
+    """
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    ld: int
+
+    @property
+    def name(self) -> str:
+        """Name of the storage."""
+        return self.storage.name
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow each other without gaps."""
+        return len(self.shape) < 2 or self.ld == self.shape[-1] or math.prod(self.shape[:-1]) == 1
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns start..stop-1 of a matrix, as a strided view."""
+        if len(self.shape) != 2 or not 0 <= start < stop <= self.shape[1]:
+            raise ProgramError(f"columns {start}:{stop} of {self} do not exist; it has shape {self.shape}")
+        return replace(self, offset=self.offset + start, shape=(self.shape[0], stop - start))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix or elements start..stop-1 of a vector."""
+        if not self.shape or not 0 <= start < stop <= self.shape[0]:
+            raise ProgramError(f"rows {start}:{stop} of {self} do not exist; it has shape {self.shape}")
+        step = self.ld if len(self.shape) > 1 else 1
+        return replace(self, offset=self.offset + start * step, shape=(stop - start, *self.shape[1:]))
+
+    def flat(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements start..stop-1 of a contiguous tensor, as a vector."""
+        stop = self.size if stop is None else stop
+        if not self.contiguous:
+            raise ProgramError(f"{self} has gaps between its rows and cannot be read as one vector")
+        if not 0 <= start < stop <= self.size:
+            raise ProgramError(f"elements {start}:{stop} of {self} do not exist; it has {self.size}")
+        return replace(self, offset=self.offset + start, shape=(stop - start,), ld=1)
+
+    def reshape(self, *shape: int) -> Tensor:
+        """The same elements of a contiguous tensor under another shape."""
+        if not self.contiguous or math.prod(shape) != self.size:
+            raise ProgramError(f"{self} of shape {self.shape} and row stride {self.ld} cannot take shape {shape}")
+        return replace(self, shape=shape, ld=shape[-1] if len(shape) > 1 else 1)
+
+    def region(self) -> Region:
+        """The bytes this view covers."""
+        item = self.dtype.itemsize
+        rows = 1 if self.contiguous else math.prod(self.shape[:-1])
+        width = self.size * item if rows == 1 else self.shape[-1] * item
+        return Region(self.storage, self.offset * item, width, self.ld * item, rows)
+
+    def __str__(self) -> str:
+        return f"tensor '{self.name}'"
+
+
+@dataclass(frozen=True)
+class Region:
+    """`rows` runs of `width` bytes, `stride` bytes apart, from byte `start` of a storage."""
+
+    storage: Storage
+    start: int
+    width: int
+    stride: int
+    rows: int
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether both touch a common byte. Exact for views of one matrix; else conservative by extent."""
+        if self.storage is not other.storage:
+            return False
+        if self._end() <= other.start or other._end() <= self.start:
+            return False
+        if self.rows > 1 and other.rows > 1 and self.stride == other.stride:
+            a, b = self.start % self.stride, other.start % self.stride
+            wraps = a + self.width > self.stride or b + other.width > self.stride
+            return wraps or (a < b + other.width and b < a + self.width)
+        return True
+
+    def _end(self) -> int:
+        return self.start + (self.rows - 1) * self.stride + self.width
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kernel and what a planner must know to batch its records.
+
+    Attributes:
+        name: shown in tables and the census.
+        source: file under `fxengine/cu`, or an absolute path.
+        kernel: entry point `void kernel(const Struct* table, int count)`.
+        struct: name of the record struct in the source; its first fields are `int first_tile; int tiles;`.
+        tiles: number of blocks that a record needs, from its fields.
+        late: the planner puts such records as late as their readers allow, so that they share one launch
+            (weight gradients: nothing but the optimizer waits for them).
+    """
+
+    name: str
+    source: str
+    kernel: str
+    struct: str
+    tiles: Callable[[Mapping[str, Any]], int]
+    late: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One record: what one kernel family is to do once per step.
+
+    Attributes:
+        family: the kernel family.
+        fields: values of the record struct; a Tensor stands for its address.
+        reads: views that the record reads.
+        writes: views that the record writes (an accumulating record lists them in `reads` too).
+        label: what it is for, shown in tables.
+    """
+
+    family: Family
+    fields: Mapping[str, Value]
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+    label: str
+
+
+@dataclass
+class Program:
+    """An ordered list of records over named tensors.
+
+    Order carries meaning: a record sees what the records before it wrote. `Plan` keeps every read and write in that
+    order and runs everything else side by side.
+
+    Attributes:
+        target: the device the program is made for (kernel families may choose their tiles by it).
+        storages: every storage, by name.
+        launches: the records.
+    """
+
+    target: Target
+    storages: dict[str, Storage] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: DTypeLike = np.float32,
+        *,
+        arena: str = ACTIVATIONS,
+        data: NDArray[Any] | None = None,
+    ) -> Tensor:
+        """Declare a new tensor.
+
+        Args:
+            name: unique in the program.
+            shape: extents, each at least 1.
+            dtype: element type.
+            arena: lifetime; tensors of one arena share one allocation.
+            data: initial contents of this shape and dtype, uploaded when the program is planned.
+
+        Raises:
+            ProgramError: the name is taken, an extent is not positive, or `data` does not fit.
+        """
+        dims = tuple(int(n) for n in shape)
+        kind = np.dtype(dtype)
+        if any(n < 1 for n in dims):
+            raise ProgramError(f"tensor '{name}' has shape {dims}; every extent must be at least 1")
+        if data is not None and (data.shape != dims or data.dtype != kind):
+            raise ProgramError(
+                f"tensor '{name}' is {kind} {dims}, but its data is {data.dtype} {data.shape}; convert it first"
+            )
+        storage = self._add(Storage(name, math.prod(dims) * kind.itemsize, arena, data))
+        return Tensor(storage, 0, dims, kind, dims[-1] if len(dims) > 1 else 1)
+
+    def external(self, name: str, buffer: Buffer) -> Tensor:
+        """Declare a tensor that lives in an existing device buffer, for example of another plan."""
+        storage = self._add(Storage(name, buffer.nbytes, "external", buffer=buffer))
+        shape = buffer.shape
+        return Tensor(storage, 0, shape, np.dtype(buffer.dtype), shape[-1] if len(shape) > 1 else 1)
+
+    def declare(
+        self, name: str, shape: Sequence[int], dtype: DTypeLike, *, arena: str, shared: Mapping[str, Buffer]
+    ) -> Tensor:
+        """A tensor in the buffer that `shared` has under its name, else a new one."""
+        if name in shared:
+            return self.external(name, shared[name].view(0, tuple(shape), np.dtype(dtype), name))
+        return self.tensor(name, shape, dtype, arena=arena)
+
+    def launch(
+        self,
+        family: Family,
+        fields: Mapping[str, Value],
+        *,
+        reads: Sequence[Tensor | None],
+        writes: Sequence[Tensor | None],
+        label: str,
+    ) -> Launch:
+        """Append a record. None entries of `reads` and `writes` are left out (optional operands).
+
+        Raises:
+            ProgramError: a tensor field is neither read nor written, or a tensor belongs to another program.
+        """
+        record = Launch(family, dict(fields), _present(reads), _present(writes), label)
+        touched = {t.storage for t in (*record.reads, *record.writes)}
+        for key, value in record.fields.items():
+            if isinstance(value, Tensor) and value.storage not in touched:
+                raise ProgramError(
+                    f"'{label}': field {key} is {value}, which the record neither reads nor writes; name it in reads= or writes="
+                )
+        for storage in touched:
+            if self.storages.get(storage.name) is not storage:
+                raise ProgramError(f"'{label}': tensor '{storage.name}' belongs to another program")
+        self.launches.append(record)
+        return record
+
+    def _add(self, storage: Storage) -> Storage:
+        if storage.name in self.storages:
+            raise ProgramError(f"tensor name '{storage.name}' is taken; names are unique within a program")
+        self.storages[storage.name] = storage
+        return storage
+
+    def __str__(self) -> str:
+        lines = [f"program for {self.target.kind}: {len(self.launches)} records"]
+        for record in self.launches:
+            reads = ", ".join(t.name for t in record.reads)
+            writes = ", ".join(t.name for t in record.writes)
+            lines.append(f"  {record.label:<28} {record.family.name:<20} {reads} -> {writes}")
+        return "\n".join(lines)
+
+
+def _present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(t for t in tensors if t is not None)

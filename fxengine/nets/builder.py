@@ -1,0 +1,186 @@
+"""What every step has, whatever its network: signals, counters, inputs, parameters, telemetry, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fxengine.train.optimizer import optimize
+from numpy.typing import DTypeLike, NDArray
+
+from fxengine import signals as signal_rows
+from fxengine import telemetry as telemetry_rows
+from fxengine.driver import Buffer, Target
+from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
+from fxengine.nets.tape import Tape
+from fxengine.ops import gather, step
+from fxengine.signals import SignalMap
+from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
+
+#: Words of the device-side counters: replays finished, Adam step t, skipped steps, RNG seed.
+COUNTERS = ("replays", "step", "skipped", "seed")
+#: Philox stream of the batch indices.
+BATCH_STREAM = 1
+#: Telemetry values a step can report.
+_REPORT_SLOTS = 128
+
+
+@dataclass(frozen=True)
+class Source:
+    """Device-resident data of one input: rows are gathered from it inside the captured step.
+
+    Attributes:
+        array: [rows, ...] values, uploaded once; every source of a step has the same number of rows.
+    """
+
+    array: NDArray[Any]
+
+
+class StepBuilder:
+    """Declares one step. A network is a function that takes a builder and uses it.
+
+    Ops come from the tape (`linear`, `crossentropy`, ...); `signal` gives a host-owned scalar as a device tensor,
+    `report` a telemetry value, `input` a batch tensor, `group` trainable and `fixed` untrained parameters.
+
+    Args:
+        target: the device the step is made for.
+        groups: group name by index; defaults to those of the specified step.
+        data: inputs that are gathered from device-resident rows instead of being written by the host.
+        shared: buffers of another step to use instead of new ones (parameters, signal snapshot), by tensor name.
+            With it the builder makes an evaluation: no gradients, no optimizer, no counters.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        groups: Mapping[int, str] | None = None,
+        data: Mapping[str, Source] | None = None,
+        shared: Mapping[str, Buffer] | None = None,
+    ) -> None:
+        self.program = Program(target)
+        self.signals = SignalMap(groups)
+        self.train = shared is None
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.fixed_parameters: dict[str, Tensor] = {}
+        self.reports: list[str] = []
+        self._shared = dict(shared or {})
+        self._data = dict(data or {})
+        self._groups: list[ParamGroup] = []
+        self._tape: Tape | None = None
+
+        self.snapshot = self.program.declare(
+            "signals", (signal_rows.SLOTS,), np.float32, arena="signals", shared=self._shared
+        )
+        self._reports = self.program.tensor("telemetry.values", (_REPORT_SLOTS,), np.float32, arena=ZEROED)
+        if self.train:
+            self.counters = self.program.tensor("counters", (len(COUNTERS),), np.uint64, arena="counters")
+            self._ring = self.program.tensor(
+                "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
+            )
+            step.begin(self.program, ring=self._ring, counters=self.counters, signals=self.snapshot)
+
+    # -- declarations --------------------------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> Tensor:
+        """A batch input [batch, ...]. The host writes it, or it is gathered from `data` by Philox row indices.
+
+        Raises:
+            ProgramError: the data of this input has another row shape or dtype.
+        """
+        tensor = self.program.tensor(name, shape, dtype, arena="inputs")
+        self.inputs[name] = tensor
+        source = self._data.get(name)
+        if source is not None:
+            rows = source.array
+            if rows.shape[1:] != tensor.shape[1:] or rows.dtype != tensor.dtype:
+                raise ProgramError(
+                    f"data of input '{name}' has rows {rows.dtype} {rows.shape[1:]}, the step reads {tensor.dtype} {tensor.shape[1:]}"
+                )
+            resident = self.program.tensor(f"data.{name}", rows.shape, rows.dtype, arena="data", data=rows)
+            gather.gather(
+                self.program,
+                resident,
+                tensor,
+                counters=self.counters,
+                stream=BATCH_STREAM,
+                label=f"gather.{name}",
+            )
+        return tensor
+
+    def group(self, name: str, index: int, specs: Sequence[ParamSpec]) -> ParamGroup:
+        """Declare a parameter group: its tensors share a norm, `lr.<name>` and `clip.<name>`. Before the first op."""
+        if self._tape is not None:
+            raise ProgramError(f"group '{name}': declare every group before the first op")
+        if self.signals.groups.get(index) != name:
+            raise ProgramError(f"group {index} is '{self.signals.groups.get(index)}' in the signal map, not '{name}'")
+        group = ParamGroup(self.program, name, index, specs, shared=self._shared)
+        self._groups.append(group)
+        return group
+
+    def fixed(self, name: str, shape: Sequence[int]) -> Tensor:
+        """An untrained parameter: initialised and saved like the others, without gradient and moments."""
+        tensor = self.program.declare(f"fixed.{name}", shape, np.float32, arena="fixed", shared=self._shared)
+        self.fixed_parameters[name] = tensor
+        return tensor
+
+    def signal(self, name: str) -> Tensor:
+        """One float of the signal snapshot."""
+        index = self.signals.slot(name).index
+        return self.snapshot.rows(index, index + 1)
+
+    def report(self, name: str) -> Tensor:
+        """One float of the telemetry row, read by the host under `name`. Zero unless written in the step."""
+        if name in self.reports:
+            raise ProgramError(f"telemetry value '{name}' is taken")
+        if len(self.reports) == _REPORT_SLOTS:
+            raise ProgramError(f"a step reports at most {_REPORT_SLOTS} values; '{name}' does not fit")
+        self.reports.append(name)
+        return self._reports.rows(len(self.reports) - 1, len(self.reports))
+
+    def output(self, name: str, tensor: Tensor) -> Tensor:
+        """Give a tensor a name under which the host reads it after a step."""
+        self.outputs[name] = tensor
+        return tensor
+
+    @property
+    def tape(self) -> Tape:
+        """The tape; asking for it closes the declaration of groups."""
+        if self._tape is None:
+            self._tape = Tape(self.program, ParamGroups(self._groups), train=self.train)
+        return self._tape
+
+    @property
+    def groups(self) -> ParamGroups:
+        """All groups."""
+        return self.tape.groups
+
+    # -- completion ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Append backward, optimizer and the closing record. An evaluation needs none of them."""
+        if not self.train:
+            return
+        unused = sorted(set(self._data) - set(self.inputs))
+        if unused:
+            raise ProgramError(f"data given for {unused}, but the step has inputs {sorted(self.inputs)}")
+        self.tape.backward()
+        norms = {group.name: self.report(f"grad_norm.{group.name}") for group in self.groups}
+        guard = optimize(self.program, self.groups, signal=self.signal, counters=self.counters, norms=norms)
+        rows = telemetry_rows.RING_ROWS
+        ring = self.program.tensor(
+            "telemetry.ring", (rows, telemetry_rows.row_bytes(len(self.reports))), np.uint8, arena=MAPPED
+        )
+        head = self.program.tensor("telemetry.head", (1,), np.uint64, arena=MAPPED)
+        step.end(
+            self.program,
+            values=self._reports.rows(0, len(self.reports)),
+            counters=self.counters,
+            guard=guard,
+            ring=ring,
+            head=head,
+            after=[g.params for g in self.groups],
+        )

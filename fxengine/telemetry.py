@@ -1,0 +1,110 @@
+"""What a finished replay reports, through a ring of mapped-pinned rows that the host reads without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Rows of the telemetry ring.
+RING_ROWS = 64
+#: Bytes before the values of a row: u64 sequence, u64 Adam step, u64 skipped steps, u64 mask of non-finite groups.
+HEADER_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Report(Mapping[str, float]):
+    """One finished replay. A mapping from telemetry name to value, plus the counters.
+
+    Attributes:
+        replay: number of replays finished, this one included.
+        step: Adam step t after this replay; a skipped step does not advance it.
+        skipped: number of replays so far whose update was skipped because a gradient norm was not finite.
+        nonfinite_groups: names of the groups whose norm was not finite in this replay.
+        values: the named values.
+    """
+
+    replay: int
+    step: int
+    skipped: int
+    nonfinite_groups: tuple[str, ...]
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Telemetry:
+    """Reader of the telemetry ring.
+
+    Args:
+        names: names of the values, in row order.
+        groups: group name by index, for the mask of non-finite groups.
+        rows: uint8 [RING_ROWS, row bytes], mapped-pinned.
+        head: uint64 [1], mapped-pinned: number of replays whose row is complete.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        groups: Mapping[int, str],
+        rows: NDArray[np.uint8],
+        head: NDArray[np.uint64],
+    ) -> None:
+        self.names = tuple(names)
+        self._groups = dict(groups)
+        self._rows = rows
+        self._head = head
+
+    def finished(self) -> int:
+        """Number of replays that have finished. Never blocks."""
+        return int(self._head[0])
+
+    def latest(self) -> Report | None:
+        """Report of the newest finished replay, or None before the first. Never blocks."""
+        while True:
+            head = self.finished()
+            if head == 0:
+                return None
+            report = self._read(head)
+            if report is not None:
+                return report
+
+    def since(self, replay: int) -> list[Report]:
+        """Reports of the finished replays after number `replay`, oldest first, as far as the ring still holds them."""
+        head = self.finished()
+        first = max(replay + 1, head - len(self._rows) + 1, 1)
+        reports = (self._read(n) for n in range(first, head + 1))
+        return [r for r in reports if r is not None]
+
+    def _read(self, replay: int) -> Report | None:
+        """The row of a replay; None if the device has overwritten it meanwhile."""
+        row = self._rows[(replay - 1) % len(self._rows)]
+        header = row[:HEADER_BYTES].view(np.uint64)
+        if int(header[0]) != replay:
+            return None
+        copy = row.copy()
+        if int(header[0]) != replay:
+            return None
+        _, step, skipped, mask = (int(x) for x in copy[:HEADER_BYTES].view(np.uint64))
+        values = copy[HEADER_BYTES : HEADER_BYTES + 4 * len(self.names)].view(np.float32)
+        return Report(
+            replay=replay,
+            step=step,
+            skipped=skipped,
+            nonfinite_groups=tuple(name for g, name in sorted(self._groups.items()) if mask >> g & 1),
+            values={name: float(v) for name, v in zip(self.names, values, strict=True)},
+        )
+
+
+def row_bytes(values: int) -> int:
+    """Bytes of a telemetry row with so many values, padded to 128."""
+    return -(-(HEADER_BYTES + 4 * values) // 128) * 128
