@@ -1,8 +1,8 @@
 """Hand-written backward passes of the layers in `forward` (docs/step.md, sections 1 to 3).
 
-Each function takes the forward's cache and the gradient of its output and returns a dict of parameter gradients,
-with input gradients only where the algorithm lets one flow: the aux trunk, the curiosity and IQL networks and the
-attention have none.
+Each function takes the forward's cache and the gradient of its output and returns a dict of parameter gradients
+(arrays are new: nothing accumulates), with input gradients only where the algorithm lets one flow: the aux trunk,
+the curiosity and IQL networks and the attention have none.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def wire_logits(cache: Tree, dwire: Array) -> Array:
 def heads(config: Config, p: Tree, cache: Tree, dlogits: list[Array]) -> tuple[Array, Array | None, Tree]:
     """Dueling heads from the gradients of the logits, one [B, n_d, K] per branch.
 
-    Returns the gradient of h2, that of the wire column of c_0 (before the wire gate; None without aux nets) and the
-    parameters'. The sg in c_1 stops what would flow into q_0.
+    Returns the gradient of h2, that of the wire column of c_0 (before the wire gate; None without aux nets) and
+    the parameters'. The sg in c_1 stops what would flow into q_0.
     """
     dv = np.sum([d.sum(axis=1) for d in dlogits], axis=0)
     dvh = relu_grad(dv @ p["w_v2"], cache["vh"])
@@ -162,5 +162,3 @@ def q_to_logits(config: Config, cache: Tree, dq: list[Array]) -> list[Array]:
         spread = config.atoms_z - cache[f"q{d}"][:, :, None]
         out.append(g[:, :, None] * cache[f"p{d}"] * spread)
     return out
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,13 +74,18 @@ def random_bounds(rng: Random, config: Config) -> dict[int, float]:
     """Bounds of every group and family, one in four unknown (0)."""
     size = dict(zip(FAMILIES, (0.5, 0.02, 1e-3, 0.1), strict=True))
     slots = {bound_slot(g, f): size[f] for g in group_shapes(config) for f in FAMILIES}
-    return {slot: float(rounded(x * rng.uniform(0.5, 2.0) * (rng.random() > 0.25))) for slot, x in slots.items()}
+    noise = {slot: rng.uniform(0.5, 2.0) * (rng.random() > 0.25) for slot in slots}
+    return {slot: float(rounded(x * noise[slot])) for slot, x in slots.items()}
+
+
+def near(rng: Random, x: Array) -> Array:
+    """X with a little noise."""
+    return rounded(x + 0.05 * rng.standard_normal(x.shape))
 
 
 def random_state(rng: Random, config: Config) -> State:
-    """Parameters, moments, targets near the parameters, spectral vectors of unit length, signals and bounds."""
+    """Parameters, moments, targets near them, spectral vectors of unit length, gate, signals and bounds."""
     params = {name: random_param(rng, name, shape) for name, shape in param_shapes(config).items()}
-    near: Callable[[Array], Array] = lambda x: rounded(x + 0.05 * rng.standard_normal(x.shape))  # noqa: E731
     sn_v = {}
     for d in range(len(config.branches)):
         v = rng.standard_normal(params[f"w_b{d}fc"].shape[1])
@@ -90,7 +94,7 @@ def random_state(rng: Random, config: Config) -> State:
         "params": params,
         "m": {name: rounded(0.01 * rng.standard_normal(x.shape)) for name, x in params.items()},
         "v": {name: rounded((0.01 * rng.standard_normal(x.shape)) ** 2) for name, x in params.items()},
-        "target": {name: near(params[name]) for name in target_names(config)},
+        "target": {name: near(rng, params[name]) for name in target_names(config)},
         "sn_v": sn_v,
         "state": random_gate(rng, config),
         "signals": random_signals(rng, config),

@@ -190,7 +190,7 @@ def _attn(c: Config) -> dict[str, Shape]:
     if not c.tokens:
         return {}
     width = c.state // c.tokens
-    names: dict[str, Shape] = {name: (c.attn, width) for name in ("w_q", "w_k", "w_val")}
+    names: dict[str, Shape] = dict.fromkeys(("w_q", "w_k", "w_val"), (c.attn, width))
     return names | {"w_o": (width, c.attn)}
 
 

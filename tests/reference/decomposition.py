@@ -23,7 +23,7 @@ def norm(grads: Tree, names: list[str]) -> float:
 
 
 def decomposition(config: Config, components: dict[str, Component]) -> Array:
-    """The 9×3 norms: merged, except cql (raw, its merged form being cql_sx) and c51_bs (c51 before its scale)."""
+    """The 9×3 norms: merged, except cql (raw; merged it is cql_sx) and c51_bs (c51 before its scale)."""
     trees = {name: c.merged() for name, c in components.items()}
     trees["cql_sx"] = trees["cql"]
     trees["cql"], trees["c51_bs"] = components["cql"].shared, components["c51"].shared

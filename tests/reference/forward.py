@@ -1,7 +1,7 @@
 """Forward passes (docs/step.md, section 2).
 
-Every function accepts complex parameters as well, so that a derivative is the imaginary part after an imaginary
-step: comparisons look at real parts, `sg` drops the imaginary part, `scale_gradient` multiplies it.
+Every function accepts complex parameters as well, so that a derivative is the imaginary part after an
+imaginary step: comparisons look at real parts, `sg` drops the imaginary part, `scale_gradient` multiplies it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def heads(config: Config, p: Tree, h2: Array, wire: Array | None, ofi: Array | N
     vh = relu(lin(p, "v1", h2))
     value = lin(p, "v2", vh)
     cache: Tree = {"h2": h2, "vh": vh}
-    if config.has_ofi:
+    if config.has_ofi and ofi is not None:
         cache["ofi"] = ofi
         cache["e"] = np.tanh(lin(p, "ofi", ofi))
     for d, n in enumerate(config.branches):
@@ -181,7 +181,7 @@ def chosen(config: Config, x: Array, actions: Array) -> Array:
 
 @dataclass(frozen=True)
 class PathScales:
-    """Factors on the gradients that flow from the wire and from the heads outside the head-level total into h2."""
+    """Factors on the gradients from the wire, and from the heads outside the head-level total into h2."""
 
     wire: float = 1.0
     iqn: float = 1.0
@@ -190,7 +190,7 @@ class PathScales:
     pred: float = 1.0
 
 
-def online(config: Config, p: Tree, batch: Tree, scales: PathScales = PathScales()) -> dict[str, Tree]:  # noqa: B008
+def online(config: Config, p: Tree, batch: Tree, scales: PathScales = PathScales()) -> dict[str, Tree]:
     """Everything that the online networks compute at s, by component."""
     nets = {"attn": attention(config, p, batch["state"])}
     nets["trunk"] = trunk(p, nets["attn"]["x"])

@@ -1,4 +1,4 @@
-"""Gate producer and IQN readiness (docs/step.md, section 4). State is a plain dict of floats, returned anew."""
+"""Gate producer and IQN readiness (docs/step.md, section 4). State is a dict of floats, returned anew."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def error(actual: Any, reference: Any) -> float:
 def update_error(
     after: Any, before: Any, ref_after: Any, ref_before: Any, floor: float, rounding: float = FP32_ROUNDING
 ) -> float:
-    """max(0, |Δx − Δref| − 2⁻²⁴(|x_before| + |x_after|)) / max(max|Δref|, floor), each Δ from its own before."""
+    """max(0, |Δx − Δref| − rounding·(|x_before| + |x_after|)) / max(max|Δref|, floor), each side's own Δ."""
     x1, x0, r1, r0 = (np.asarray(x, dtype=np.float64) for x in (after, before, ref_after, ref_before))
     moved = r1 - r0
     excess = np.abs((x1 - x0) - moved) - rounding * (np.abs(x0) + np.abs(x1))

@@ -1,7 +1,7 @@
 """Gradient of every loss, component by component, and their sum (docs/step.md, section 3).
 
-A component holds the parameter gradients that one loss produces, before its scale: `own` those that enter at full
-scale, `shared` (trunk, attn and, in the head-level losses, everything) those that its scale multiplies.
+A component holds the parameter gradients that one loss produces, before its scale: `own` those that enter at
+full scale, `shared` (trunk, attn and, in the head-level losses, everything) those that its scale multiplies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .losses import ens_errors, iql_errors, live_rows, quantile_errors
 
 @dataclass
 class Component:
-    """Unscaled gradients of one loss: full-scale ones, scaled ones, and what reaches the wire, if anything."""
+    """Unscaled gradients of one loss: full-scale ones, scaled ones, and what reaches the wire."""
 
     scale: float = 1.0
     own: Tree = field(default_factory=dict)
@@ -71,9 +71,8 @@ def cql(s: Scene) -> Component:
     """d L_cql / d q_d = (softmax(q_d) − onehot(a_d))/(B·D)."""
     cache, branches = s.nets["heads"], s.config.branches
     count = len(s.batch["weight"]) * len(branches)
-    dq = [
-        (softmax(cache[f"q{d}"]) - one_hot(s.batch["actions"][:, d], n)) / count for d, n in enumerate(branches)
-    ]
+    taken = [one_hot(s.batch["actions"][:, d], n) for d, n in enumerate(branches)]
+    dq = [(softmax(cache[f"q{d}"]) - taken[d]) / count for d in range(len(branches))]
     return head_component(s, s.signals["w_cql"], backward.q_to_logits(s.config, cache, dq))
 
 
@@ -140,7 +139,7 @@ def cross_entropy_grad(logits: Array, labels: Array) -> Array:
 
 
 def aux(s: Scene, alpha: float, components: dict[str, Component]) -> Tree:
-    """Aux nets: w_nb·L_nb + w_regime·L_regime, and alpha_grad times what the head-level losses send the wire."""
+    """Aux nets: w_nb·L_nb + w_regime·L_regime, and alpha_grad times what the wire receives."""
     cache, signals = s.nets["aux"], s.signals
     dwire = sum(times(c.scale, c.dwire) for c in components.values() if c.dwire is not None)
     dnb = times(signals["w_nb"], cross_entropy_grad(cache["nb"], s.batch["nb_label"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def limit_of(name: str, limits: Limits) -> float | None:
 
 
 def best_differs(config: Config, outputs: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Where `best` differs, and whether the reference's two best q_next differ by more than 1e-2, both [B, D]."""
+    """Where `best` differs, and where the reference's two best q_next differ by more than 1e-2: [B, D]."""
     gaps = []
     for offset, n in zip(config.offsets, config.branches, strict=True):
         ordered = np.sort(reference["q_next"][:, offset : offset + n], axis=1)
@@ -109,9 +109,9 @@ def judge_step(
 
 
 def judge(
-    mode: str, config: Config, outputs: list[Mapping[str, Any]], references: list[Mapping[str, Any]]
+    mode: str, config: Config, outputs: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Faults of consecutive steps in a mode ("tf32", "bf16"), each with its step; empty where all limits hold."""
+    """Faults of consecutive steps in a mode ("tf32", "bf16"), each with its step; none where all limits hold."""
     found: list[str] = []
     for i, (out, ref) in enumerate(zip(outputs, references, strict=True)):
         faults, go_on = judge_step(mode, config, out, ref)

@@ -48,9 +48,7 @@ def project(config: Config, r: Array, disc: Array, p_target: Array) -> Array:
     return p_target @ hat
 
 
-def make_targets(
-    config: Config, signals: dict[str, float], batch: Tree, nets: dict[str, Tree], after: Tree
-) -> Tree:
+def make_targets(config: Config, signals: dict[str, float], batch: Tree, nets: dict[str, Tree], after: Tree) -> Tree:
     """What the losses regress to; none of it carries a gradient."""
     r, disc = shaped_reward(config, signals, batch, nets), batch["discount"]
     out: Tree = {"m": project(config, r, disc, after["p_target"])}
@@ -101,8 +99,8 @@ def huber(delta: Array, kappa: float) -> Array:
 def iqn_loss(config: Config, batch: Tree, nets: dict[str, Tree], goal: Tree) -> Array:
     """mean_b weight_b·(1/D) Σ_d Σ_i (1/N') Σ_j |τ_i − 1{δ_ij<0}|·Huber_κ(δ_ij)/κ."""
     delta, tilt = quantile_errors(config, batch, nets, goal)
-    per_row = np.mean(np.sum(np.mean(tilt * huber(delta, config.huber) / config.huber, axis=2), axis=1), axis=1)
-    return np.mean(batch["weight"] * per_row)
+    over_targets = np.mean(tilt * huber(delta, config.huber) / config.huber, axis=2)
+    return np.mean(batch["weight"] * over_targets.sum(axis=1).mean(axis=1))
 
 
 def ens_errors(batch: Tree, nets: dict[str, Tree], goal: Tree) -> Array:

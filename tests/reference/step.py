@@ -1,4 +1,4 @@
-"""One training step, read from docs/step.md: forward, gate, losses, backward, guard, Adam, targets, oracles."""
+"""One training step, as docs/step.md tells it: forward, gate, losses, backward, guard, optimizer, oracles."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def optimize(config: Config, state: State, grads: Tree, norms: dict[str, float])
 def state_outputs(config: Config, state: State) -> Outputs:
     """The state after a step under the names of the golden files."""
     out: Outputs = {}
-    for part, prefix in (("params", "param"), ("m", "m"), ("v", "v"), ("target", "target"), ("state", "state")):
-        out |= {f"{prefix}.{name}": x for name, x in state[part].items()}
+    for part in ("params", "m", "v", "target", "state"):
+        out |= {f"{part.removesuffix('s')}.{name}": x for name, x in state[part].items()}
     out |= {f"sn_v_{key}": x for key, x in state["sn_v"].items()}
     return out | {f"bound.{slot}": x for slot, x in state["bounds"].items()} | {"step": state["step"]}
 

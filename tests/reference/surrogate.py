@@ -1,9 +1,9 @@
 """The scalar whose complex-step derivative is the gradient of the step (docs/step.md, section 3).
 
-The algorithm's gradient is no gradient of its losses: paths are stopped or scaled. With an imaginary step in the
-parameters, `sg` drops the imaginary part and `scale_gradient` scales it while real parts stay as they are, so the
-imaginary part of the losses' weighted sum is exactly what the rules let through, with no difference quotient. What
-the losses regress to, the gate and the readiness are constants of the step.
+The algorithm's gradient is no gradient of its losses: paths are stopped or scaled. With an imaginary step in
+the parameters, `sg` drops the imaginary part and `scale_gradient` scales it while real parts stay as they are, so
+the imaginary part of the losses' weighted sum is exactly what the rules let through, with no difference quotient.
+What the losses regress to, the gate and the readiness are constants of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Surrogate:
         self.scales = path_scales(self.scene, self.alpha)
 
     def weighted(self, params: Tree) -> dict[str, Array]:
-        """Every loss as it enters the total: w·L for the head-level ones, L with scaled paths for the others."""
+        """Every loss as it enters the total: w·L for head-level ones, L with scaled paths for the others."""
         s = self.scene
         values = losses(s.config, s.signals, s.batch, online(s.config, params, s.batch, self.scales), s.goal)
         named = {name.removeprefix("L_"): x for name, x in values.items()}
