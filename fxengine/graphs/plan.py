@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fxengine.driver import Arena, Arguments, Buffer, Device, Kernel, MappedBuffer, Stream, capture
 from fxengine.driver.errors import ClosedError
-from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor
+from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor, Value, entries
 from fxengine.graphs.schedule import Node, schedule
 from fxengine.graphs.stepgraph import StepGraph
 
@@ -211,9 +211,19 @@ class Plan:
                 raise ProgramError(f"'{record.label}': {record.family.name} needs at least one block, got {tiles}")
             row["first_tile"], row["tiles"] = blocks, tiles
             for key, value in record.fields.items():
-                row[key] = self._address(value) if isinstance(value, Tensor) else value
+                row[key] = self._field(value, struct[key], record)
             blocks += tiles
         return table, blocks
+
+    def _field(self, value: Value, dtype: np.dtype[Any], record: Launch) -> Any:
+        """What a field of the table holds: numbers as they are, tensors as addresses, arrays padded with 0."""
+        numbers = [self._address(v) if isinstance(v, Tensor) else v for v in entries(value)]
+        if not isinstance(value, Sequence):
+            return numbers[0]
+        length = int(np.prod(dtype.shape))
+        if len(numbers) > length:
+            raise ProgramError(f"'{record.label}': {len(numbers)} values given for an array field of {length}")
+        return np.array(numbers + [0] * (length - len(numbers)), dtype.base)
 
     def _address(self, tensor: Tensor) -> int:
         home = self._mapped if tensor.storage.arena == MAPPED else self._buffers

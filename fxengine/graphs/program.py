@@ -26,7 +26,9 @@ CONSTANTS = "constants"
 #: Arena of everything a step computes and the next one may overwrite.
 ACTIVATIONS = "activations"
 
-Value: TypeAlias = "Tensor | int | float"
+Scalar: TypeAlias = "Tensor | int | float"
+#: Value of a record field; a sequence fills an array field, and unused entries behind it are 0.
+Value: TypeAlias = "Scalar | Sequence[Scalar]"
 
 
 class ProgramError(ValueError):
@@ -271,9 +273,10 @@ class Program:
         record = Launch(family, dict(fields), _present(reads), _present(writes), label)
         touched = {t.storage for t in (*record.reads, *record.writes)}
         for key, value in record.fields.items():
-            if isinstance(value, Tensor) and value.storage not in touched:
+            stray = [v for v in entries(value) if isinstance(v, Tensor) and v.storage not in touched]
+            if stray:
                 raise ProgramError(
-                    f"'{label}': field {key} is {value}, which the record neither reads nor writes; name it in reads= or writes="
+                    f"'{label}': field {key} is {stray[0]}, which the record neither reads nor writes; declare it"
                 )
         for storage in touched:
             if self.storages.get(storage.name) is not storage:
@@ -294,6 +297,11 @@ class Program:
             writes = ", ".join(t.name for t in record.writes)
             lines.append(f"  {record.label:<28} {record.family.name:<20} {reads} -> {writes}")
         return "\n".join(lines)
+
+
+def entries(value: Value) -> tuple[Scalar, ...]:
+    """The entries of a field value: itself, or those of an array field."""
+    return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def _present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -1,0 +1,147 @@
+"""Plan, capture, replay on a device: same bits with and without a graph, exact counts, clean failures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fxengine.driver import CudaError, Device
+from fxengine.driver.errors import ClosedError
+from fxengine.graphs import ZEROED, Plan, Program, ProgramError, Tensor, node_times
+
+from .chains import CHAIN, OTHER, OVERRUN, chain
+
+
+def sample(device: Device, n: int = 700) -> tuple[Program, dict[str, Tensor]]:
+    """x -> y, z (one launch); y, z -> w, accumulated; total accumulates into the zeroed arena."""
+    program = Program(device.target)
+    t = {name: program.tensor(name, (n,)) for name in ("y", "z", "w")}
+    t["x"] = program.tensor("x", (n,), arena="constants", data=np.linspace(-1, 1, n, dtype=np.float32))
+    t["a"] = program.tensor("a", (1,), arena="constants", data=np.float32([1.5]))
+    t["sum"] = program.tensor("sum", (n,), arena=ZEROED)
+    chain(program, t["x"], t["y"], t["a"], 1.0)
+    chain(program, t["x"], t["z"], t["a"], 2.0)
+    chain(program, t["y"], t["w"], t["a"], family=OTHER)
+    chain(program, t["z"], t["w"], t["a"], accumulate=True)
+    chain(program, t["w"], t["sum"], t["a"], accumulate=True)
+    return program, t
+
+
+def expected(x: np.ndarray) -> np.ndarray:
+    a = np.float32(1.5)
+    w = a * (a * x + np.float32(1)) + a * (a * x + np.float32(2))
+    return a * w
+
+
+def test_graph_and_uncaptured_give_the_same_bits(device: Device) -> None:
+    program, t = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan:
+        plan.run(stream=stream)
+        stream.synchronize()
+        first = plan.buffer(t["sum"]).read()
+        np.testing.assert_allclose(first, expected(plan.buffer(t["x"]).read()), rtol=1e-6, atol=1e-6)
+        with plan.capture(stream=stream) as graph:
+            for _ in range(3):  # the memset makes every replay start from zero
+                graph.launch(stream=stream)
+            stream.synchronize()
+            assert plan.buffer(t["sum"]).read().tobytes() == first.tobytes()
+
+
+def test_census_is_read_from_the_captured_graph(device: Device) -> None:
+    program, _ = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan, plan.capture(stream=stream) as graph:
+        census = graph.census()
+        assert census.nodes == {"kernel": 4, "memset": 1}
+        assert census.launches == {"chain": 3, "other": 1}
+        assert census.records == {"chain": 4, "other": 1}
+        assert census.depth == 4
+        assert census.edges == 4
+        assert census.instantiations == 1
+        assert census.bytes["zeroed"] >= 700 * 4
+        assert "x->y, x->z" in graph.table()
+        assert "n1 -> n2" in graph.dot()
+
+
+def test_captured_edges_are_the_planned_ones(device: Device) -> None:
+    program, _ = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan, plan.capture(stream=stream) as graph:
+        planned = sum(len(node.after) for node in plan.nodes)
+        assert graph.census().edges == planned
+
+
+def test_replays_read_memory_not_arguments(device: Device) -> None:
+    """A value that changes between replays is read through a pointer: no recapture."""
+    program, t = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan, plan.capture(stream=stream) as graph:
+        plan.buffer(t["a"]).write(np.float32([2.0]))
+        graph.launch(stream=stream)
+        stream.synchronize()
+        x = plan.buffer(t["x"]).read()
+        np.testing.assert_allclose(plan.buffer(t["y"]).read(), 2 * x + 1, rtol=1e-6, atol=1e-6)
+        assert graph.census().instantiations == 1
+
+
+def test_a_failed_capture_leaves_the_next_one_working(device: Device) -> None:
+    program, t = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan:
+        steps = plan._steps
+        plan._steps = (*steps[:2], None)  # type: ignore[assignment]
+        with pytest.raises(AttributeError):
+            plan.capture(stream=stream)
+        plan._steps = steps
+        with plan.capture(stream=stream) as graph:
+            graph.launch(stream=stream)
+            stream.synchronize()
+        assert np.isfinite(plan.buffer(t["sum"]).read()).all()
+
+
+def test_allocation_inside_a_capture_is_refused_and_recoverable(device: Device) -> None:
+    from fxengine.driver import Arena, capture
+
+    with device.stream() as stream:
+        with pytest.raises(CudaError, match="CAPTURE"), device.activate(), capture(stream):
+            Arena(device, "inside", 1024).place("x", (16,), np.float32)
+        program, _ = sample(device)
+        with Plan(program, device) as plan, plan.capture(stream=stream) as graph:
+            graph.launch(stream=stream)
+            stream.synchronize()
+
+
+def test_guard_words_find_an_overrun(device: Device) -> None:
+    program = Program(device.target)
+    x = program.tensor("x", (64,), arena="constants", data=np.ones(64, np.float32))
+    a = program.tensor("a", (1,), arena="constants", data=np.ones(1, np.float32))
+    y = program.tensor("y", (64,))
+    chain(program, x, y, a, 3.0, family=OVERRUN)
+    with device.stream() as stream, Plan(program, device, guard=True) as plan:
+        plan.check_guards()
+        plan.run(stream=stream)
+        stream.synchronize()
+        with pytest.raises(Exception, match="'?y'?"):
+            plan.check_guards()
+
+
+def test_fields_must_match_the_struct(device: Device) -> None:
+    program, t = sample(device)
+    program.launch(CHAIN, {"x": t["x"], "scale": 1.0}, reads=[t["x"]], writes=[], label="odd")
+    with pytest.raises(ProgramError, match=r"'odd'.*missing \['a', 'accumulate', 'b', 'n', 'y'\], unknown \['scale'\]"):
+        Plan(program, device)
+
+
+def test_a_closed_plan_says_so(device: Device) -> None:
+    program, t = sample(device)
+    plan = Plan(program, device)
+    plan.close()
+    plan.close()
+    with device.stream() as stream, pytest.raises(ClosedError, match="plan is closed"):
+        plan.run(stream=stream)
+    with pytest.raises(ClosedError):
+        plan.buffer(t["x"])
+
+
+def test_node_times_measure_every_node(device: Device) -> None:
+    program, _ = sample(device)
+    with device.stream() as stream, Plan(program, device) as plan:
+        times = node_times(plan, stream=stream, chain=3, repeats=3)
+        assert len(times) == len(plan.nodes)
+        assert all(t > 0 for t in times)

@@ -1,0 +1,162 @@
+"""The planner: dependencies, levels, batching, exact edges. No device needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxengine.driver import Target
+from fxengine.graphs import ZEROED, Program, ProgramError, Tensor, depth, schedule
+
+from .chains import CHAIN, LATE, OTHER, chain
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program(Target.of("sm_90"))
+
+
+def vectors(program: Program, names: str, n: int = 8) -> list[Tensor]:
+    return [program.tensor(name, (n,)) for name in names]
+
+
+def test_independent_records_of_one_family_share_a_launch(program: Program) -> None:
+    a, x, y, z, w = vectors(program, "axyzw")
+    chain(program, x, y, a)
+    chain(program, x, z, a)
+    chain(program, y, w, a)
+    nodes = schedule(program)
+    assert [len(n.records) for n in nodes] == [2, 1]
+    assert nodes[1].after == (0,)
+    assert depth(nodes) == 2
+
+
+def test_families_are_not_mixed(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    chain(program, x, y, a)
+    chain(program, x, z, a, family=OTHER)
+    assert [n.name for n in schedule(program)] == ["chain", "other"]
+
+
+@pytest.mark.parametrize("hazard", ["read after write", "write after read", "write after write"])
+def test_hazards_keep_program_order(program: Program, hazard: str) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    first, second = {
+        "read after write": ((x, y), (y, z)),
+        "write after read": ((x, y), (z, x)),
+        "write after write": ((x, y), (z, y)),
+    }[hazard]
+    chain(program, *first, a)
+    chain(program, *second, a)
+    nodes = schedule(program)
+    assert [n.level for n in nodes] == [0, 1]
+    assert nodes[1].after == (0,)
+
+
+def test_disjoint_columns_and_rows_of_one_matrix_are_independent(program: Program) -> None:
+    (a,) = vectors(program, "a", 1)
+    m = program.tensor("m", (4, 10))
+    assert not m.columns(0, 5).region().overlaps(m.columns(5, 10).region())
+    assert m.columns(0, 6).region().overlaps(m.columns(5, 10).region())
+    assert not m.rows(0, 2).region().overlaps(m.rows(2, 4).region())
+    assert m.rows(0, 3).region().overlaps(m.rows(2, 4).region())
+    assert m.columns(2, 4).region().overlaps(m.rows(1, 2).region())
+    assert a.region().overlaps(a.region())
+
+
+@given(st.data())
+def test_overlap_is_never_missed(data: st.DataObject) -> None:
+    """Any two views that share an element overlap; disjoint column or row ranges of one matrix do not."""
+    program = Program(Target.of("sm_90"))
+    rows, cols = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    m = program.tensor("m", (rows, cols))
+
+    def view() -> tuple[Tensor, set[tuple[int, int]]]:
+        r0 = data.draw(st.integers(0, rows - 1))
+        r1 = data.draw(st.integers(r0 + 1, rows))
+        c0 = data.draw(st.integers(0, cols - 1))
+        c1 = data.draw(st.integers(c0 + 1, cols))
+        return m.rows(r0, r1).columns(c0, c1), {(r, c) for r in range(r0, r1) for c in range(c0, c1)}
+
+    (one, cells), (two, others) = view(), view()
+    if cells & others:
+        assert one.region().overlaps(two.region())
+        assert two.region().overlaps(one.region())
+
+
+def test_edges_are_transitively_reduced(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    chain(program, x, y, a)
+    chain(program, y, z, a, family=OTHER)
+    chain(program, y, z, a, accumulate=True)  # needs z, and y, which z's writer already waited for
+    nodes = schedule(program)
+    assert [n.after for n in nodes] == [(), (0,), (1,)]
+
+
+def test_late_families_wait_and_share_a_launch(program: Program) -> None:
+    a, x, p, q, r, g, h, out = vectors(program, "axpqrghO")
+    chain(program, x, p, a)
+    chain(program, p, g, a, family=LATE)  # could run early
+    chain(program, p, q, a)
+    chain(program, q, r, a)
+    chain(program, r, h, a, family=LATE)
+    chain(program, g, out, h, family=OTHER)  # reads both
+    nodes = schedule(program)
+    late = [n for n in nodes if n.name == "late"]
+    assert [len(n.records) for n in late] == [2]
+
+
+def test_one_memset_before_everything_that_touches_the_zeroed_arena(program: Program) -> None:
+    a, x, y = vectors(program, "axy")
+    z = program.tensor("z", (8,), arena=ZEROED)
+    chain(program, x, y, a)
+    chain(program, x, z, a, accumulate=True, family=OTHER)
+    nodes = schedule(program)
+    assert [n.name for n in nodes] == ["memset", "chain", "other"]
+    assert [n.after for n in nodes] == [(), (), (0,)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans(), st.booleans()), max_size=24))
+def test_any_schedule_keeps_every_hazard(records: list[tuple[int, int, bool, bool]]) -> None:
+    """Random programs: each hazard pair is ordered by a path of edges, and nodes come in topological order."""
+    program = Program(Target.of("sm_90"))
+    (a,) = vectors(program, "a")
+    tensors = vectors(program, "uvwxyz")
+    for i, (source, target, late, accumulate) in enumerate(records):
+        chain(
+            program, tensors[source], tensors[target], a,
+            accumulate=accumulate, family=LATE if late else CHAIN, label=str(i),
+        )  # fmt: skip
+    nodes = schedule(program)
+    node_of = {record.label: i for i, node in enumerate(nodes) for record in node.records}
+    assert len(node_of) == len(records)
+    reach: list[set[int]] = []
+    for i, node in enumerate(nodes):
+        assert all(d < i for d in node.after)
+        reach.append(set(node.after).union(*(reach[d] for d in node.after)))
+    for j, later in enumerate(program.launches):
+        for i, earlier in enumerate(program.launches[:j]):
+            written = {t.name for t in earlier.writes}
+            touched = {t.name for t in earlier.reads} | written
+            if written & {t.name for t in later.reads} or touched & {t.name for t in later.writes}:
+                assert node_of[str(i)] in reach[node_of[str(j)]]
+
+
+def test_bad_declarations_name_both_sides(program: Program) -> None:
+    a, x, y = vectors(program, "axy")
+    with pytest.raises(ProgramError, match="'x' is taken"):
+        program.tensor("x", (3,))
+    with pytest.raises(ProgramError, match=r"shape \(0,\)"):
+        program.tensor("empty", (0,))
+    with pytest.raises(ProgramError, match=r"float32 \(4,\), but its data is float64 \(3,\)"):
+        program.tensor("data", (4,), data=np.zeros(3))
+    with pytest.raises(ProgramError, match="belongs to another program"):
+        chain(Program(Target.of("sm_90")), x, y, a)
+    with pytest.raises(ProgramError, match="neither reads nor writes"):
+        program.launch(CHAIN, {"x": x, "y": y}, reads=[x], writes=[], label="r")
+    with pytest.raises(ProgramError, match="columns 3:9"):
+        program.tensor("m", (2, 8)).columns(3, 9)
+    with pytest.raises(ProgramError, match="gaps"):
+        program.tensor("n", (2, 8)).columns(0, 4).flat()
