@@ -127,7 +127,8 @@ class StepConfig:
 
 #: What `aux_only` removes.
 _ABSENT: dict[str, Any] = {
-    "tokens": 0, "ofi": 0, "branches": (), "iqn_quantiles": 0, "ens": 0, "iql_h": 0, "cur_h": 0, "rec": False, "pred": False,
+    "tokens": 0, "ofi": 0, "branches": (), "iqn_quantiles": 0, "ens": 0, "iql_h": 0, "cur_h": 0,
+    "rec": False, "pred": False,
 }  # fmt: skip
 _OPTIONAL_SIZES = (
     "tokens", "attn", "ofi", "ofi_embed", "h2", "value_h", "adv_h", "iqn_quantiles", "iqn_target_quantiles", "iqn_cos",

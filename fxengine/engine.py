@@ -121,7 +121,7 @@ class Engine:
             KeyError: no such input.
             ValueError: a shape or dtype differs from the input's, or the input is gathered from resident data.
         """
-        for name, value in inputs.items():
+        for name in inputs:
             if name not in self._builder.inputs:
                 raise KeyError(f"no input '{name}'; the step has {sorted(self._builder.inputs)}")
             if name in self._resident:

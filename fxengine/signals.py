@@ -30,7 +30,8 @@ MAX_GROUPS = 16
 
 #: Parameter groups of the specified step, in the order of their index.
 GROUPS = (
-    "trunk", "value", "branches", "iqn", "iql_high", "iql_low", "attn", "curiosity", "aux_trunk", "aux_heads", "decoders",
+    "trunk", "value", "branches", "iqn", "iql_high", "iql_low", "attn", "curiosity", "aux_trunk", "aux_heads",
+    "decoders",
 )  # fmt: skip
 
 #: Families of the param-group oracles, in the order of their slots.

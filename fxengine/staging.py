@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -43,7 +44,7 @@ class InputStaging:
 
     def _checked(self, name: str, value: ArrayLike) -> np.ndarray:
         buffer = self._inputs[name]
-        array = _as_numpy(name, value)
+        array = _as_numpy(value)
         if array.shape != buffer.shape or array.dtype != buffer.dtype:
             raise ValueError(f"input '{name}' is {buffer.dtype} {buffer.shape}, got {array.dtype} {array.shape}")
         return array
@@ -76,10 +77,8 @@ class InputStaging:
             owned.clear()
 
 
-def _as_numpy(name: str, value: ArrayLike) -> np.ndarray:
+def _as_numpy(value: Any) -> np.ndarray:
     """NumPy view of an array on the host: NumPy itself, anything with `__array__`, or a host DLPack tensor."""
     if isinstance(value, np.ndarray):
         return value
-    if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
-    return np.asarray(value)
+    return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)

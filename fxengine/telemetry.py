@@ -23,23 +23,23 @@ class Report(Mapping[str, float]):
         step: Adam step t after this replay; a skipped step does not advance it.
         skipped: number of replays so far whose update was skipped because a gradient norm was not finite.
         nonfinite_groups: names of the groups whose norm was not finite in this replay.
-        values: the named values.
+        readings: the named values.
     """
 
     replay: int
     step: int
     skipped: int
     nonfinite_groups: tuple[str, ...]
-    values: dict[str, float]
+    readings: dict[str, float]
 
     def __getitem__(self, name: str) -> float:
-        return self.values[name]
+        return self.readings[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.values)
+        return iter(self.readings)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.readings)
 
 
 class Telemetry:
@@ -101,7 +101,7 @@ class Telemetry:
             step=step,
             skipped=skipped,
             nonfinite_groups=tuple(name for g, name in sorted(self._groups.items()) if mask >> g & 1),
-            values={name: float(v) for name, v in zip(self.names, values, strict=True)},
+            readings={name: float(v) for name, v in zip(self.names, values, strict=True)},
         )
 
 

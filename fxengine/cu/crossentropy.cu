@@ -90,10 +90,26 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
             best = other_best;
         }
     }
-    float sum = 0.0f;
-    for (int i = lane; i < classes; i += LANES) sum += expf(logits[i] - peak);
-    sum = fx_lanes_sum<LANES>(sum);
+    // The label's own share is kept apart: 1 - p and -log p of a row that is nearly right are made of the rest alone,
+    // and would vanish in the rounding of the whole.
+    float rest = 0.0f;
+    for (int i = lane; i < classes; i += LANES) rest += i == label ? 0.0f : expf(logits[i] - peak);
+    rest = fx_lanes_sum<LANES>(rest);
+    const float distance = valid ? logits[label] - peak : 0.0f;
+    const float own = valid ? expf(distance) : 0.0f;
+    const float sum = rest + own;
     const float inverse = fx_divide(1.0f, sum);
+
+    const bool counts = valid && lane == 0;
+    if (double* out = record.loss_partials; out != nullptr) {
+        const float loss = distance == 0.0f ? log1pf(rest + (own - 1.0f)) : logf(sum) - distance;
+        const double total = fx_block_sum(counts ? static_cast<double>(loss) : 0.0, losses);
+        if (threadIdx.x == 0) out[tile] = total;
+    }
+    if (int* out = record.correct_partials; out != nullptr) {
+        const int total = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
+        if (threadIdx.x == 0) out[tile] = total;
+    }
 
     if (float* out = record.probabilities; out != nullptr) {
         out += row * record.ld_probabilities;
@@ -109,19 +125,9 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
         const float scale = fx_divide(weight, static_cast<float>(total > 1 ? total : 1));
         const bool flows = valid && weight != 0.0f;
         for (int i = lane; i < classes; i += LANES) {
-            const float p = expf(logits[i] - peak) * inverse;
-            out[i] = flows ? scale * (p - (i == label ? 1.0f : 0.0f)) : 0.0f;
+            const float slope = i == label ? -(rest * inverse) : expf(logits[i] - peak) * inverse;
+            out[i] = flows ? scale * slope : 0.0f;
         }
-    }
-    const bool counts = valid && lane == 0;
-    if (double* out = record.loss_partials; out != nullptr) {
-        const double loss = counts ? static_cast<double>(logf(sum) - (logits[label] - peak)) : 0.0;
-        const double total = fx_block_sum(loss, losses);
-        if (threadIdx.x == 0) out[tile] = total;
-    }
-    if (int* out = record.correct_partials; out != nullptr) {
-        const int total = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
-        if (threadIdx.x == 0) out[tile] = total;
     }
 }
 

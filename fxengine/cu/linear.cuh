@@ -2,14 +2,18 @@
 //
 //     acc[i, j] = sum over k of A[i, k] * B[j, k]
 //
-// A block of 256 threads owns BM x BN outputs. It stages BK values of k at a time in shared memory as [k][row], fetching
-// the next stage into registers while it computes on this one: one barrier per stage. A tile that has fewer than 256
-// register tiles (TM x TN outputs of a thread) divides the threads into GROUPS; group g takes k = g, g + GROUPS, ... of
-// each stage, and the groups are added in the order 0, 1, 2, ... at the end. The order of a sum therefore depends on
-// the tile shape and on the sizes alone: not on alignment, on the grid or on the other records of the launch.
+// A block of 256 threads owns BM x BN outputs. It stages BK values of k at a time in shared memory as [k][row],
+// fetching the next stage into registers while it computes on this one: one barrier per stage. A tile that has fewer
+// than 256 register tiles (TM x TN outputs of a thread) divides the threads into GROUPS; group g takes k = g,
+// g + GROUPS, ... of each stage, and the groups are added in the order 0, 1, 2, ... at the end. The order of a sum
+// therefore depends on the tile shape and on the sizes alone: not on alignment, the grid or other records.
 //
-// Rows and columns beyond the matrix read as 0 and are never stored; gaps between rows are never read. Any size >= 1 and
-// any row stride work; 16-byte accesses are used where address and stride allow.
+// Rows and columns beyond the matrix read as 0 and are never stored; gaps between rows are never read. Any size >= 1
+// and any row stride work; 16-byte accesses are used where address and stride allow.
+//
+// Kernels carry __launch_bounds__(256, 2): at most 128 registers, so that two blocks share a multiprocessor; the
+// 128 x 128 tile, whose sums alone take 64, is bounded to (256, 1). Without the bound ptxas spills a register or two on
+// some architectures to fit a third block.
 #pragma once
 #include "fx.cuh"
 
@@ -77,55 +81,54 @@ __device__ __forceinline__ void fx_store(float* p, const float (&v)[W], int left
     }
 }
 
-// One operand: R rows of the tile. INNER: element (row, k) lies at p[row * ld + k], else at p[k * ld + row].
+// One operand: R rows of the tile, read stage after stage from k_begin on. INNER: element (row, k) lies at
+// p[row * ld + k], else at p[k * ld + row]. A thread always works on the same row (INNER) or the same four rows, on the
+// quads k, k + STEP, ... of a stage.
 template <int R, int BK, bool INNER>
 struct LinearOperand {
     static constexpr int LD = R + 4;
     static constexpr int UNITS = R * BK / (4 * 256);
+    static constexpr int STEP = 1024 / R;
     static_assert(UNITS * 4 * 256 == R * BK, "every thread fetches the same number of quads");
-    const float* p;
+    static_assert(R <= 128 && 1024 % R == 0, "quads of a thread share their rows");
+    const float* next;  // this thread's first quad of the next stage
     int ld;
-    int rows;  // rows of the tile that exist
+    int row, k;
+    int left;  // rows from `row` on that exist
     bool quads;
 
-    __device__ __forceinline__ LinearOperand(const float* p_, int ld_, int rows_)
-        : p(p_), ld(ld_), rows(rows_), quads(fx_quads(p_, ld_)) {}
-
-    // Quad `unit` of a stage. INNER: a warp covers 16 rows x 8 values of k, whole 32-byte sectors of global memory.
-    static __device__ __forceinline__ void place(int unit, int& row, int& k) {
-        if constexpr (INNER) {
-            row = (unit >> 1) % R;
-            k = 4 * ((unit & 1) + 2 * (unit / (2 * R)));
-        } else {
-            row = 4 * (unit % (R / 4));
-            k = unit / (R / 4);
-        }
+    // INNER: a warp covers 16 rows x 8 values of k, whole 32-byte sectors of global memory.
+    __device__ __forceinline__ LinearOperand(const float* p, int ld_, int rows, int k_begin) : ld(ld_) {
+        const int thread = static_cast<int>(threadIdx.x);
+        row = INNER ? (thread >> 1) % R : 4 * (thread % (R / 4));
+        k = INNER ? 4 * ((thread & 1) + 2 * (thread / (2 * R))) : thread / (R / 4);
+        left = rows - row;
+        quads = fx_quads(p, ld);
+        next = p + static_cast<long long>(INNER ? row : k_begin + k) * ld + (INNER ? k_begin + k : row);
     }
 
-    __device__ __forceinline__ void fetch(float (&held)[UNITS][4], int k0, int k_end) const {
+    // The next stage, of which k_left values of k exist.
+    __device__ __forceinline__ void fetch(float (&held)[UNITS][4], int k_left) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            int row, k;
-            place(static_cast<int>(threadIdx.x) + 256 * u, row, k);
-            k += k0;
             if constexpr (INNER) {
-                fx_load(held[u], p + static_cast<long long>(row) * ld + k, row < rows ? k_end - k : 0, quads);
+                fx_load(held[u], next + u * STEP, left > 0 ? k_left - k - u * STEP : 0, quads);
             } else {
-                fx_load(held[u], p + static_cast<long long>(k) * ld + row, k < k_end ? rows - row : 0, quads);
+                fx_load(held[u], next + static_cast<long long>(u * STEP) * ld, k + u * STEP < k_left ? left : 0, quads);
             }
         }
+        next += INNER ? BK : static_cast<long long>(BK) * ld;
     }
 
-    static __device__ __forceinline__ void stash(float* stage, const float (&held)[UNITS][4]) {
+    __device__ __forceinline__ void stash(float* stage, const float (&held)[UNITS][4]) const {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            int row, k;
-            place(static_cast<int>(threadIdx.x) + 256 * u, row, k);
+            float* to = stage + (k + u * STEP) * LD + row;
             if constexpr (INNER) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) stage[(k + e) * LD + row] = held[u][e];
+                for (int e = 0; e < 4; ++e) to[e * LD] = held[u][e];
             } else {
-                fx_store(stage + k * LD + row, held[u], 4, true);
+                fx_store(to, held[u], 4, true);
             }
         }
     }
@@ -168,22 +171,21 @@ __device__ __forceinline__ void fx_linear_step(float (&acc)[T::TM][T::TN], const
     }
 }
 
-// acc += sum over k in [k_begin, k_end) of A[., k] B[., k]. Every thread of the block calls it; it ends with a barrier, so
-// that `shared` may be reused at once. With SUM, row_sum also receives the sums over k of the quads of A that this thread
-// fetched (A not INNER: they all belong to the same four rows; fx_linear_row_sums adds the threads up).
+// acc += the sum of A[., k] B[., k] over `depth` values of k, from where the operands begin. Every thread of the
+// block calls it; it ends with a barrier, so that `shared` may be reused at once. With SUM, row_sum also receives the
+// sums over k of the quads of A that this thread fetched (A not INNER); fx_linear_row_sums adds the threads up.
 template <class T, bool SUM, class A, class B>
-__device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], float (&row_sum)[4], const A& a, const B& b,
-                                                  int k_begin, int k_end, float* shared) {
-    if (k_begin >= k_end) return;
+__device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], float (&row_sum)[4], A a, B b, int depth,
+                                                  float* shared) {
+    if (depth <= 0) return;
     const LinearPlace<T> at;
     float held_a[A::UNITS][4], held_b[B::UNITS][4];
     float* now = shared;
     float* next = shared + T::STAGE;
-    a.fetch(held_a, k_begin, k_end);
-    b.fetch(held_b, k_begin, k_end);
-    int k0 = k_begin - T::BK;  // the stage before the first: the loop below starts by storing what was fetched
+    a.fetch(held_a, depth);
+    b.fetch(held_b, depth);
 #pragma unroll 1
-    while (true) {
+    for (; depth > 0; depth -= T::BK) {
         if (SUM) {
 #pragma unroll
             for (int u = 0; u < A::UNITS; ++u) {
@@ -191,31 +193,28 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
                 for (int e = 0; e < 4; ++e) row_sum[e] += held_a[u][e];
             }
         }
-        A::stash(now, held_a);
-        B::stash(now + T::BK * T::LDA, held_b);
+        a.stash(now, held_a);
+        b.stash(now + T::BK * T::LDA, held_b);
         __syncthreads();
-        k0 += T::BK;
-        const bool more = k0 + T::BK < k_end;
-        if (more) {
-            a.fetch(held_a, k0 + T::BK, k_end);
-            b.fetch(held_b, k0 + T::BK, k_end);
+        if (depth > T::BK) {
+            a.fetch(held_a, depth - T::BK);
+            b.fetch(held_b, depth - T::BK);
         }
         const float* pa = now + at.group * T::LDA + at.row;
         const float* pb = now + T::BK * T::LDA + at.group * T::LDB + at.column;
-        if (k0 + T::BK <= k_end) {
+        if (depth >= T::BK) {
 #pragma unroll
             for (int k = 0; k < T::BK / T::GROUPS; ++k) {
                 fx_linear_step<T>(acc, pa + k * T::GROUPS * T::LDA, pb + k * T::GROUPS * T::LDB);
             }
         } else {
 #pragma unroll 1
-            for (int k = k0 + at.group; k < k_end; k += T::GROUPS) {
+            for (int k = at.group; k < depth; k += T::GROUPS) {
                 fx_linear_step<T>(acc, pa, pb);
                 pa += T::GROUPS * T::LDA;
                 pb += T::GROUPS * T::LDB;
             }
         }
-        if (!more) break;
         float* swap = now;
         now = next;
         next = swap;
@@ -272,7 +271,7 @@ template <class T>
 __device__ __forceinline__ float fx_linear_row_sums(const float (&row_sum)[4], float* shared) {
     __syncthreads();
     const int thread = static_cast<int>(threadIdx.x);
-    fx_store(shared + 4 * thread, row_sum, 4, true);  // [1024 / BM][BM]: quad thread % (BM / 4) of part thread / (BM / 4)
+    fx_store(shared + 4 * thread, row_sum, 4, true);  // as [1024 / BM][BM]: one row per k of the first quads
     __syncthreads();
     float sum = 0.0f;
     if (thread < T::BM) {

@@ -1,9 +1,10 @@
 // dw[n, k + k2] = dy[m, n]^T . [x, x2][m, k + k2] and db[n] = sum over m of dy, or += with accumulate.
 //
-// All row-major float32. A tile of dw never spans x and x2. The sum over the m rows is cut into `slices` of equal length,
-// one block each: with many rows and a small dw there would otherwise be too few blocks. Each block stores its partial
-// tile; the block that arrives last adds all partial tiles in slice order, whoever it is, so the bits never depend on
-// timing. `arrived` must be 0 before the launch. With one slice nothing of this is touched.
+// All row-major float32. A tile of dw never spans x and x2. The sum over the m rows is cut into `slices` of equal
+// length, one block each: with many rows and a small dw there would otherwise be too few blocks. Each block stores its
+// partial tile; the block that arrives last adds all partial tiles in slice order, whoever it is, so the bits never
+// depend on timing. `arrived` must be 0 before the first launch; that block sets it back to 0. With one slice neither
+// is touched.
 #include "linear.cuh"
 
 struct LinearDw {
@@ -14,7 +15,7 @@ struct LinearDw {
     const float* x2;    // [m, k2], null if k2 is 0
     float* dw;          // [n, k + k2]
     float* db;          // [n] or null
-    float* partial;     // [tiles of dw, slices, BM * (BN + 1)]: a partial tile, then its part of db; null with one slice
+    float* partial;     // [tiles of dw, slices, BM * (BN + 1)]: tile, then its part of db; null with one slice
     unsigned* arrived;  // [tiles of dw]; null with one slice
     int lddy;           // elements from one row to the next
     int ldx;
@@ -81,7 +82,10 @@ __device__ __forceinline__ bool fx_linear_last(unsigned* arrived, int slices) {
     __shared__ int last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(arrived, 1u) == static_cast<unsigned>(slices) - 1u;
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1u) == static_cast<unsigned>(slices) - 1u;
+        if (last) *arrived = 0u;
+    }
     __syncthreads();
     if (last) __threadfence();
     return last != 0;
@@ -96,14 +100,16 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
     const long long from = static_cast<long long>(t.slice) * length;
     const int begin = from < r.m ? static_cast<int>(from) : r.m;
     const int end = r.m - begin < length ? r.m : begin + length;
-    const LinearOperand<T::BM, T::BK, false> a(r.dy + t.n0, r.lddy, r.n - t.n0);
-    const LinearOperand<T::BN, T::BK, false> b(t.x, t.ldx, t.columns);
+    const LinearOperand<T::BM, T::BK, false> a(r.dy + t.n0, r.lddy, r.n - t.n0, begin);
+    const LinearOperand<T::BN, T::BK, false> b(t.x, t.ldx, t.columns, begin);
     float acc[T::TM][T::TN] = {};
     float row_sum[4] = {};
-    fx_linear_product<T, true>(acc, row_sum, a, b, begin, end, shared);
+    fx_linear_product<T, true>(acc, row_sum, a, b, end - begin, shared);
 
     if (r.slices == 1) {
-        fx_linear_outputs<T>(acc, shared, [&](int row, int column, auto& v) { fx_linear_dw_store(r, t, row, column, v); });
+        fx_linear_outputs<T>(acc, shared, [&](int row, int column, auto& v) {
+            fx_linear_dw_store(r, t, row, column, v);
+        });
         if (with_bias) fx_linear_db_store(r, t, fx_linear_row_sums<T>(row_sum, shared));
         return;
     }
@@ -143,28 +149,28 @@ template <class T>
 __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
     __shared__ float4 shared[T::SHARED / 4];
     int tile;
-    const LinearDw r = fx_record(table, count, tile);
+    const LinearDw& r = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
     fx_linear_dw_tile<T>(r, tile, reinterpret_cast<float*>(shared));
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dw_128x128(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dw_128x128(const LinearDw* table, int count) {
     fx_linear_dw<Tile128x128>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dw_64x64(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_64x64(const LinearDw* table, int count) {
     fx_linear_dw<Tile64x64>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dw_32x32(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_32x32(const LinearDw* table, int count) {
     fx_linear_dw<Tile32x32>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dw_16x32(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_16x32(const LinearDw* table, int count) {
     fx_linear_dw<Tile16x32>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dw_16x16(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_16x16(const LinearDw* table, int count) {
     fx_linear_dw<Tile16x16>(table, count);
 }

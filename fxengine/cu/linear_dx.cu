@@ -48,9 +48,9 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     for (int source = 0; source < 2; ++source) {
         const float* dy = source ? r.dy2 : r.dy;
         const int lddy = source ? r.lddy2 : r.lddy;
-        const LinearOperand<T::BM, T::BK, true> a(dy + static_cast<long long>(m0) * lddy, lddy, r.m - m0);
-        const LinearOperand<T::BN, T::BK, false> b((source ? r.w2 : r.w) + k0, source ? r.ldw2 : r.ldw, r.k - k0);
-        fx_linear_product<T, false>(acc, unused, a, b, 0, source ? r.n2 : r.n, shared);
+        const LinearOperand<T::BM, T::BK, true> a(dy + static_cast<long long>(m0) * lddy, lddy, r.m - m0, 0);
+        const LinearOperand<T::BN, T::BK, false> b((source ? r.w2 : r.w) + k0, source ? r.ldw2 : r.ldw, r.k - k0, 0);
+        fx_linear_product<T, false>(acc, unused, a, b, source ? r.n2 : r.n, shared);
     }
     const bool quads = fx_quads(r.dx, r.lddx);
     const bool quads_x = fx_quads(r.x, r.ldx);
@@ -82,28 +82,28 @@ template <class T>
 __device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
     __shared__ float4 shared[T::SHARED / 4];
     int tile;
-    const LinearDx r = fx_record(table, count, tile);
+    const LinearDx& r = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
     fx_linear_dx_tile<T>(r, tile, reinterpret_cast<float*>(shared));
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dx_128x128(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dx_128x128(const LinearDx* table, int count) {
     fx_linear_dx<Tile128x128>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dx_64x64(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_64x64(const LinearDx* table, int count) {
     fx_linear_dx<Tile64x64>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dx_32x32(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_32x32(const LinearDx* table, int count) {
     fx_linear_dx<Tile32x32>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dx_16x32(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_16x32(const LinearDx* table, int count) {
     fx_linear_dx<Tile16x32>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_linear_dx_16x16(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_16x16(const LinearDx* table, int count) {
     fx_linear_dx<Tile16x16>(table, count);
 }

@@ -23,12 +23,12 @@ struct Norm {
     const float* clip;                   // signal
     float* norm;                         // one float
     float* scale;                        // one float
-    unsigned* ticket;                    // the same in every record, as all that follow down to corrections
-    unsigned* skip;
-    unsigned long long* group_mask;
     const unsigned long long* counters;  // 4 counters: see step.cu
     const float* beta1;                  // signal
     const float* beta2;                  // signal
+    unsigned* ticket;                    // this and the next three in the first record only, for all
+    unsigned* skip;
+    unsigned long long* group_mask;
     float* corrections;                  // [2]
     long long length;
     int group;                           // bit of group_mask, below 64
@@ -61,17 +61,17 @@ struct Adam {
 __device__ __forceinline__ double square(float x) { return static_cast<double>(x) * static_cast<double>(x); }
 
 __device__ __forceinline__ double norm_tile(const float* grads, long long start, long long length) {
+    const float* mine = grads + start + 4 * static_cast<int>(threadIdx.x);
     double sum = 0.0;
+    if (start + 4096 <= length) {
+        float4 x[4];  // all on their way before the first is used
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const long long i = start + 4 * (256 * k + static_cast<int>(threadIdx.x));
-        if (i + 4 <= length) {
-            const float4 x = *reinterpret_cast<const float4*>(grads + i);
-            sum += (square(x.x) + square(x.y)) + (square(x.z) + square(x.w));
-        } else {
-            for (long long j = i; j < length; ++j) sum += square(grads[j]);
-        }
+        for (int k = 0; k < 4; ++k) x[k] = *reinterpret_cast<const float4*>(mine + 1024 * k);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum += (square(x[k].x) + square(x[k].y)) + (square(x[k].z) + square(x[k].w));
+        return sum;
     }
+    for (long long i = start + static_cast<int>(threadIdx.x); i < length; i += 256) sum += square(grads[i]);
     return sum;
 }
 
@@ -100,10 +100,11 @@ extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int
     fx_trigger();
     const double sum =
         fx_block_sum(norm_tile(record.grads, static_cast<long long>(tile) * 4096, record.length), scratch);
+    const Norm& shared = table[0];
     if (threadIdx.x == 0) {
         record.partials[tile] = sum;
         __threadfence();  // the partial is visible before the ticket says so
-        last = atomicAdd(record.ticket, 1u) == gridDim.x - 1;
+        last = atomicAdd(shared.ticket, 1u) == gridDim.x - 1;
     }
     __syncthreads();
     if (last == 0) return;
@@ -114,16 +115,16 @@ extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int
     if ((threadIdx.x & 31u) == 0) masks[warp] = mask;
     __syncthreads();
     if (threadIdx.x < 2) {
-        const double beta = *(threadIdx.x == 0 ? record.beta1 : record.beta2);
-        record.corrections[threadIdx.x] =
-            static_cast<float>(1.0 - pow(beta, static_cast<double>(record.counters[1] + 1)));
+        const double beta = *(threadIdx.x == 0 ? shared.beta1 : shared.beta2);
+        const double t = static_cast<double>(shared.counters[1] + 1);
+        shared.corrections[threadIdx.x] = static_cast<float>(1.0 - pow(beta, t));
     }
     if (threadIdx.x == 0) {
         u64 all = 0;
         for (int i = 0; i < 8; ++i) all |= masks[i];
-        *record.group_mask = all;
-        *record.skip = all != 0 ? 1u : 0u;
-        *record.ticket = 0;
+        *shared.group_mask = all;
+        *shared.skip = all != 0 ? 1u : 0u;
+        *shared.ticket = 0;
     }
 }
 

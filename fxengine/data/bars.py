@@ -83,13 +83,13 @@ class Bars:
             raise DataError(f"{source}: time is {stamps.dtype}, expected datetime64; convert it with astype")
         if volume is None:
             volume = np.zeros(stamps.shape)
-        numbers = []
+        numbers: dict[str, NDArray[np.float64]] = {}
         for name, values in (("open", open), ("high", high), ("low", low), ("close", close), ("volume", volume)):
             try:
-                numbers.append(np.array(values, dtype=np.float64))
+                numbers[name] = np.array(values, dtype=np.float64)
             except (TypeError, ValueError) as error:
                 raise DataError(f"{source}: {name} is not an array of numbers: {error}") from error
-        bars = cls(stamps.astype("datetime64[ns]"), *numbers, source=source)
+        bars = cls(time=stamps.astype("datetime64[ns]"), source=source, **numbers)
         check_bars(bars, Place(source))
         return bars
 
@@ -99,7 +99,7 @@ class Bars:
     def __getitem__(self, rows: slice) -> Bars:
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise TypeError(f"bars are sliced by position without a step, as in bars[10:20]; got {rows!r}")
-        return Bars(*(getattr(self, name)[rows] for name in COLUMNS), source=self.source)
+        return Bars(**{name: getattr(self, name)[rows] for name in COLUMNS}, source=self.source)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Bars):
@@ -142,9 +142,7 @@ def check_bars(bars: Bars, place: Place) -> None:
         bad = ~(np.isfinite(values) & (values > 0.0))
         if bad.any():
             given = values[np.argmax(bad)]
-            raise place.error(
-                bad, name, f"price {given:g} is not positive and finite", "Correct or drop the row."
-            )
+            raise place.error(bad, name, f"price {given:g} is not positive and finite", "Correct or drop the row.")
     bad = bars.high < bars.low
     if bad.any():
         at = np.argmax(bad)
@@ -168,9 +166,7 @@ def check_bars(bars: Bars, place: Place) -> None:
     bad = ~(np.isfinite(bars.volume) & (bars.volume >= 0.0))
     if bad.any():
         given = bars.volume[np.argmax(bad)]
-        raise place.error(
-            bad, "volume", f"volume {given:g} is negative or not finite", "Correct or drop the row."
-        )
+        raise place.error(bad, "volume", f"volume {given:g} is negative or not finite", "Correct or drop the row.")
 
 
 def _check_order(time: NDArray[np.datetime64], place: Place) -> None:

@@ -241,9 +241,7 @@ def _rows_needed(train: int, held: int, validation: float) -> int:
     return rows
 
 
-def _majority(
-    kind: str, training: NDArray[np.int32], judged: NDArray[np.int32], part: str
-) -> tuple[int, float, int]:
+def _majority(kind: str, training: NDArray[np.int32], judged: NDArray[np.int32], part: str) -> tuple[int, float, int]:
     """Most frequent valid class of the training labels, its share of the judged valid labels, their number."""
     valid_training, valid = training[training != MASKED], judged[judged != MASKED]
     for name, labels in (("train", valid_training), (part, valid)):

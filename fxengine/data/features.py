@@ -11,8 +11,8 @@ windows of 6, 12, 24 and 120 bars (on hourly bars: a quarter of a day to a tradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,10 +117,6 @@ def _volume_z(s: Series, w: int) -> Array:
     return _ratio(s.volume - mean, np.sqrt(spread / w))
 
 
-def _efficiency(s: Series, w: int) -> Array:
-    return _ratio(s.close - shift(s.close, w), rolling_sum(np.abs(s.returns), w))
-
-
 def _parkinson(s: Series, w: int) -> Array:
     spread = s.high - s.low
     return np.sqrt(rolling_sum(spread * spread, w) / (4.0 * np.log(2.0) * w))
@@ -150,7 +146,7 @@ FAMILIES: dict[str, Family] = {
     "volatility": Family(
         lambda s, w: np.sqrt(s.square_sum(w) / w), lambda w: w, "root mean square of w one-bar log returns", 1
     ),
-    "rsi": Family(_rsi, lambda w: w, "(gains - losses) / (gains + losses) over w returns, in [-1, 1]", 1),
+    "rsi": Family(_rsi, lambda w: w, "(gains - losses) / (gains + losses) over w returns: 2 RSI - 1", 1),
     "ma_distance": Family(_ma_distance, lambda w: w - 1, "log close minus the mean log close of w bars", 2),
     "ema_distance": Family(
         _ema_distance,
@@ -164,16 +160,13 @@ FAMILIES: dict[str, Family] = {
     "autocorrelation": Family(
         _autocorrelation, lambda w: w + 1, "lag-1 autocorrelation of w returns (about 0), in [-1, 1]", 2
     ),
-    "volume_z": Family(
-        _volume_z, lambda w: w - 1, "log volume against mean and standard deviation of w bars", 2
-    ),
+    "volume_z": Family(_volume_z, lambda w: w - 1, "log volume against mean and standard deviation of w bars", 2),
     "volume_ratio": Family(
         lambda s, w: s.volume - rolling_moments(s.volume, w)[0],
         lambda w: w - 1,
         "log volume minus the mean log volume of w bars",
         2,
     ),
-    "efficiency": Family(_efficiency, lambda w: w, "net move over w bars / sum of absolute moves, in [-1, 1]", 2),
     "parkinson": Family(_parkinson, lambda w: w - 1, "Parkinson's high-low volatility over w bars", 1),
 }
 """Every kind of feature by name. Logs are natural, so prices in another unit give the same features."""
@@ -199,7 +192,6 @@ class FeatureSpec:
     """
 
     names: tuple[str, ...] = DEFAULT_FEATURES
-    _parsed: tuple[tuple[Family, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
@@ -208,7 +200,7 @@ class FeatureSpec:
         repeated = sorted({name for name in self.names if self.names.count(name) > 1})
         if repeated:
             raise DataError(f"features named more than once: {repeated}")
-        object.__setattr__(self, "_parsed", tuple(_parse(name) for name in self.names))
+        self._families()
 
     @property
     def size(self) -> int:
@@ -218,19 +210,22 @@ class FeatureSpec:
     @property
     def lookback(self) -> int:
         """How many bars before t the state of bar t reads; so many first bars have no state."""
-        return max(family.lookback(window) for family, window in self._parsed)
+        return max(family.lookback(window) for family, window in self._families())
 
     def describe(self) -> str:
         """One line per feature: position, name, look-back, meaning."""
         lines = []
-        for at, (name, (family, window)) in enumerate(zip(self.names, self._parsed, strict=True)):
+        for at, (name, (family, window)) in enumerate(zip(self.names, self._families(), strict=True)):
             lines.append(f"{at:3d}  {name:<22} {family.lookback(window):4d} bars back  {family.meaning}")
         return "\n".join(lines)
 
-    def compute(self, series: Series, at: int) -> Array:
-        """Feature number `at` for every bar, float64 [n]; NaN or meaningless before its look-back."""
-        family, window = self._parsed[at]
-        return family.compute(series, window)
+    def _families(self) -> list[tuple[Family, int]]:
+        return [_parse(name) for name in self.names]
+
+    def columns(self, series: Series) -> Iterator[Array]:
+        """Each feature for every bar, float64 [n], in order; NaN before its own look-back."""
+        for family, window in self._families():
+            yield family.compute(series, window)
 
 
 def _parse(name: str) -> tuple[Family, int]:
@@ -281,6 +276,6 @@ def build_features(bars: Bars, spec: FeatureSpec | None = None) -> Features:
     series = Series(bars)
     values = np.empty((len(bars), spec.size), dtype=np.float32)
     values[:first] = np.nan
-    for at in range(spec.size):
-        values[first:, at] = spec.compute(series, at)[first:]
+    for at, column in enumerate(spec.columns(series)):
+        values[first:, at] = column[first:]
     return Features(spec.names, values, first, bars.time)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,7 @@ def load_bars(
     source = str(path)
     suffix = path.suffix.lower()
     if suffix not in (*_CSV, *_PARQUET):
-        raise DataError(
-            f"{source}: unknown suffix {suffix!r}, expected {', '.join((*_CSV, *_PARQUET))}", source=source
-        )
+        raise DataError(f"{source}: unknown suffix {suffix!r}, expected {', '.join((*_CSV, *_PARQUET))}", source=source)
     if not path.is_file():
         raise DataError(f"{source}: no such file", source=source)
     if path.stat().st_size == 0:
@@ -107,7 +106,8 @@ def demo_bars() -> Bars:
         raise DataError(
             "the demo bars come with the package gym-anytrading, which is not installed: pip install fxengine[demo]"
         )
-    return load_bars(Path(folders[0]).joinpath(*_DEMO_FILE), dayfirst=True)
+    bars = load_bars(Path(folders[0]).joinpath(*_DEMO_FILE), dayfirst=True)
+    return replace(bars, source="demo bars (EURUSD, hourly, 2017)")
 
 
 def save_bars(bars: Bars, path: str | os.PathLike[str]) -> None:
@@ -212,7 +212,7 @@ def _read_parquet(path: Path) -> tuple[pd.DataFrame, list[str]]:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install fxengine[demo]") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}", source=str(path)) from error
-    if not isinstance(frame.index, pandas.RangeIndex):
+    if frame.index.name is not None or not isinstance(frame.index, pandas.RangeIndex):
         frame = frame.reset_index()
     return frame, [str(name) for name in frame.columns]
 
@@ -258,12 +258,11 @@ def _choose_columns(source: str, names: Sequence[str], wanted: Mapping[str, str]
 
 def _joined(frame: pd.DataFrame, where: Sequence[int]) -> pd.Series:
     """The time column, or date and time joined by a space."""
-    columns = [frame.iloc[:, i] for i in where]
-    if len(columns) == 1:
-        return columns[0]
-    return columns[0].astype("str").str.strip().str.cat(columns[1].astype("str").str.strip(), sep=" ").mask(
-        columns[0].isna() | columns[1].isna()
-    )
+    if len(where) == 1:
+        return frame.iloc[:, where[0]]
+    date, time = (frame.iloc[:, i] for i in where)
+    joined = date.astype("str").str.strip() + " " + time.astype("str").str.strip()
+    return joined.mask(date.isna() | time.isna())
 
 
 def _times(column: pd.Series, place: Place, dayfirst: bool | None) -> NDArray[np.datetime64]:

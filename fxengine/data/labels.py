@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -11,9 +13,7 @@ from fxengine.data.rolling import rolling_sum, shift
 MASKED = -1
 
 
-def next_bar_labels(
-    close: ArrayLike, lookahead: int, episode_ends: ArrayLike | None = None
-) -> NDArray[np.int32]:
+def next_bar_labels(close: ArrayLike, lookahead: int, episode_ends: ArrayLike | None = None) -> NDArray[np.int32]:
     """Sign of close[t + lookahead] - close[t] as 1 up, 0 down, -1 masked.
 
     Masked is a bar whose two closes are equal, or whose t + lookahead lies past the data or past the last bar of
@@ -33,8 +33,7 @@ def next_bar_labels(
     """
     prices = _finite(close, "close")
     count = len(prices)
-    if lookahead < 1 or lookahead != int(lookahead):
-        raise DataError(f"lookahead is {lookahead}, expected a whole number of bars, at least 1")
+    lookahead = _whole(lookahead, "lookahead", least=1)
     labels = np.full(count, MASKED, dtype=np.int32)
     if lookahead >= count:
         return labels
@@ -43,7 +42,7 @@ def next_bar_labels(
     if episode_ends is not None:
         ends = _end_mask(episode_ends, count)
         # Number of ends before t: equal at t and t + lookahead exactly if both lie in one episode.
-        episode = np.cumsum(ends) - ends
+        episode: NDArray[np.int64] = np.cumsum(ends) - ends
         labels[:-lookahead][episode[lookahead:] != episode[:-lookahead]] = MASKED
     return labels
 
@@ -57,9 +56,9 @@ def trailing_volatility(close: ArrayLike, window: int) -> NDArray[np.float64]:
     prices = _finite(close, "close")
     bad = prices <= 0.0
     if bad.any():
-        raise Place("close").error(bad, "close", f"price {prices[np.argmax(bad)]:g}", "Log returns need prices above 0.")
-    if window < 1 or window != int(window):
-        raise DataError(f"volatility window is {window}, expected a whole number of bars, at least 1")
+        fault = f"price {prices[np.argmax(bad)]:g} is not positive"
+        raise Place("close").error(bad, "close", fault, "Log returns need prices above 0.")
+    window = _whole(window, "volatility window", least=1)
     logs = np.log(prices)
     returns = logs - shift(logs, 1)
     return np.sqrt(rolling_sum(returns * returns, window) / window)
@@ -80,8 +79,7 @@ def regime_edges(volatility_train: ArrayLike, regimes: int) -> NDArray[np.float6
             no training row: then fewer regimes must be asked for (buckets are never merged in silence).
     """
     values = _finite(volatility_train, "volatility")
-    if regimes < 2 or regimes != int(regimes):
-        raise DataError(f"regimes is {regimes}, expected a whole number, at least 2")
+    regimes = _whole(regimes, "regimes", least=2)
     if len(values) < regimes:
         raise DataError(f"{len(values)} values of volatility given, {regimes} regimes need at least {regimes}")
     edges = np.asarray(np.quantile(values, np.arange(1, regimes) / regimes), dtype=np.float64)
@@ -111,6 +109,16 @@ def regime_labels(volatility: ArrayLike, edges: ArrayLike) -> NDArray[np.int32]:
     labels = np.searchsorted(bounds, values, side="right").astype(np.int32)
     labels[np.isnan(values)] = MASKED
     return labels
+
+
+def _whole(value: int, name: str, *, least: int) -> int:
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise DataError(f"{name} is {value!r}, expected a whole number, at least {least}")
+    return whole
 
 
 def _finite(values: ArrayLike, name: str) -> NDArray[np.float64]:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from fxengine.data.errors import DataError
 
+_CHUNK = 65536  # rows normalised at a time, in float64: bounds the memory that a long history takes
+
 
 @dataclass(frozen=True, eq=False)
 class Normalizer:
@@ -45,9 +47,7 @@ class Normalizer:
             raise DataError(f"normaliser: clip is {self.clip}, expected a positive number")
 
     @classmethod
-    def fit(
-        cls, values: NDArray[np.float32], *, names: Sequence[str] | None = None, clip: float = 5.0
-    ) -> Normalizer:
+    def fit(cls, values: NDArray[np.float32], *, names: Sequence[str] | None = None, clip: float = 5.0) -> Normalizer:
         """Statistics of `values` [n, S], which must be the training rows and nothing else.
 
         Args:
@@ -65,17 +65,20 @@ class Normalizer:
             raise DataError(f"normaliser: {len(names)} names for {values.shape[1]} columns")
         bad = ~np.isfinite(values)
         if bad.any():
-            row, column = (int(i) for i in np.argwhere(bad)[0])
+            row, at = (int(i) for i in np.argwhere(bad)[0])
             raise DataError(
-                f"normaliser: row {row}, column {names[column]!r} is {values[row, column]}; "
+                f"normaliser: row {row}, column {names[at]!r} is {values[row, at]}; "
                 "fit on finite rows only (the warm-up rows are NaN)",
                 row=row,
-                column=names[column],
+                column=names[at],
             )
-        wide = values.astype(np.float64)
-        mean, std = wide.mean(axis=0), wide.std(axis=0)
-        # Equality, not a small spread, decides: rounding can give equal entries a spread, and a true small one counts.
-        std[wide.min(axis=0) == wide.max(axis=0)] = 0.0
+        mean, std = np.empty(len(names)), np.zeros(len(names))
+        for at in range(len(names)):
+            column = values[:, at].astype(np.float64)
+            mean[at] = column.mean()
+            # Equality, not a small spread, decides: rounding can give equal entries a spread, and a true one counts.
+            if column.min() != column.max():
+                std[at] = column.std()
         return cls(mean, std, float(clip), names)
 
     @property
@@ -92,8 +95,13 @@ class Normalizer:
         if values.shape[-1:] != self.mean.shape:
             raise DataError(f"normaliser: values have shape {values.shape}, expected [..., {len(self.mean)}]")
         varies = self.std > 0.0
-        scaled = (values - self.mean) * np.where(varies, 1.0 / np.where(varies, self.std, 1.0), 0.0)
-        return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
+        scale = np.where(varies, 1.0 / np.where(varies, self.std, 1.0), 0.0)
+        rows = values.reshape(-1, len(self.mean))
+        result = np.empty(rows.shape, dtype=np.float32)
+        for start in range(0, len(rows), _CHUNK):
+            wide = (rows[start : start + _CHUNK] - self.mean) * scale
+            result[start : start + _CHUNK] = np.clip(wide, -self.clip, self.clip, out=wide)
+        return result.reshape(values.shape)
 
     def to_dict(self) -> dict[str, NDArray[np.generic]]:
         """Arrays for a checkpoint: mean, std float64 [S], clip float64 [1], names uint8 (UTF-8, one a line)."""

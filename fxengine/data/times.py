@@ -56,18 +56,22 @@ def parse_times(column: pd.Series, dayfirst: bool | None = None) -> Times:
         return Times(_epoch(column), "epoch")
     if kind == "b":
         return Times(np.full(len(column), np.datetime64("NaT", "ns")), "text")
-    text = column.astype("str").str.strip().str.replace(r"\s*(?:UTC|GMT)$", "", regex=True)
+    text = column.astype("str").str.strip()
+    if text.str.endswith(("UTC", "GMT")).any():
+        text = text.str.replace(r"\s*(?:UTC|GMT)$", "", regex=True)
     text = text.mask(column.isna())
     present = text.dropna()
     first = str(present.iloc[0]) if len(present) else ""
     sample = pd.Series([first])
     if sample.str.match(_COMPACT).iloc[0]:
-        return Times(_iso(text.str.replace(_COMPACT, r"\1-\2-\3 ", regex=True).str.strip()), "ISO")
+        return Times(_iso(text.str.replace(_COMPACT, r"\1-\2-\3", regex=True)), "ISO")
     if sample.str.match(_NUMBER).iloc[0]:
         return Times(_epoch(pd.to_numeric(text.where(text.str.match(_NUMBER, na=False)))), "epoch")
     if sample.str.match(_YEAR_LAST).iloc[0]:
         return _year_last(text, dayfirst, dotted="." in first[:3])
-    return Times(_iso(text.str.replace(_YEAR_FIRST, r"\1-\2-\3", regex=True)), "ISO")
+    if not text.str.match(r"\d{4}-", na=True).all():
+        text = text.str.replace(_YEAR_FIRST, r"\1-\2-\3", regex=True)
+    return Times(_iso(text), "ISO")
 
 
 def _year_last(text: pd.Series, dayfirst: bool | None, *, dotted: bool) -> Times:

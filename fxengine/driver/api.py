@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from cuda.bindings import driver as bindings
 
 from fxengine.driver.errors import CudaError, DeviceNotFound
 
-__all__ = ["MINIMUM_DRIVER", "SUCCESS", "Driver", "probe", "version_text"]
+__all__ = ["MINIMUM_DRIVER", "SUCCESS", "Driver", "bindings_version", "probe", "version_text"]
 
 SUCCESS = bindings.CUresult.CUDA_SUCCESS
 MINIMUM_DRIVER = 13000
@@ -19,6 +20,12 @@ MINIMUM_DRIVER = 13000
 def version_text(version: int) -> str:
     """13000 -> "13.0"."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def bindings_version() -> tuple[int, int]:
+    """(major, minor) of cuda-bindings."""
+    major, minor = metadata.version("cuda-bindings").split(".")[:2]
+    return int(major), int(minor)
 
 
 class Driver:

@@ -58,6 +58,7 @@ class Device:
         self._owned: weakref.WeakSet[Resource] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, defer, self.core, _nothing)
         self._finalizer.atexit = False
+        self._closed = False
 
     @classmethod
     def open(cls, spec: str = "auto") -> Device:
@@ -84,8 +85,11 @@ class Device:
     def open_sim(cls, *, sanitize: str | None = None, **options: Any) -> Device:
         """Open a simulated device with options of its own.
 
-        `sanitize` ("address" or None) chooses how kernels are built; `options` go to SimDriver (the order in
-        which threads and streams run, for example).
+        Args:
+            sanitize: "address" builds its kernels with AddressSanitizer (libasan must be preloaded); None leaves
+                it to the environment variable FXENGINE_SIM_SANITIZE.
+            options: of SimDriver, for example schedule="reverse", the order in which threads run. What is left
+                out is taken from the environment (FXENGINE_SIM_SCHEDULE, ...), for whole test runs.
         """
         from fxengine.driver.sim import SimDriver
 
@@ -130,13 +134,18 @@ class Device:
         )
 
     @property
+    def programmatic_launch(self) -> bool:
+        """Whether a kernel may begin before its predecessor ends (programmatic dependent launch, sm_90 and later)."""
+        return self.kind == "sim" or self.properties.compute_capability >= (9, 0)
+
+    @property
     def closed(self) -> bool:
         """Whether close() has run."""
-        return not self._finalizer.alive
+        return self._closed
 
     def check_open(self) -> None:
         """Raise ClosedError after close()."""
-        if not self._finalizer.alive:
+        if self._closed:
             raise ClosedError(f"device {self.label}")
 
     def activate(self) -> Activation:
@@ -178,6 +187,20 @@ class Device:
                 module = self._modules[name] = Module(self, name, sanitize=self._sanitize)
             return module
 
+    def launch_failed(self, call: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Follow up a launch made without `activate()`: repeat it in our context if that was missing, else raise.
+
+        Launches skip the context check because it is nearly always right and costs more than the launch's Python.
+        """
+        error = self.driver.error(call, arguments, result)
+        codes = self.driver.CUresult
+        if result not in (codes.CUDA_ERROR_INVALID_CONTEXT, codes.CUDA_ERROR_INVALID_HANDLE):
+            raise error
+        if int(self.driver.cuCtxGetCurrent()) == self.core.context_value:
+            raise error
+        with self.activate():
+            getattr(self.driver, call)(*arguments)
+
     def adopt(self, resource: Resource) -> None:
         """Close `resource` with this device, should it still be open then."""
         with self._lock:
@@ -193,18 +216,20 @@ class Device:
 
         Raises FxError inside a capture. Where releases fail, all are tried and the first error is raised.
         """
-        if self.closed:
-            return
-        if capturing():
-            raise FxError(f"device {self.label} cannot be closed inside a capture")
-        first: CudaError | None = None
-        try:
-            self.synchronize()
-        except CudaError as error:  # a lost context: still give back what can be given back
-            first = error
         with self._lock:
+            if self._closed:
+                return
+            if capturing():
+                raise FxError(f"device {self.label} cannot be closed inside a capture")
+            self._closed = True
             owned = sorted(self._owned, key=lambda resource: resource.rank)
             self._modules.clear()
+        first: CudaError | None = None
+        try:
+            with self.capture_lock, self.core.current():
+                self.driver.cuCtxSynchronize()
+        except CudaError as error:  # a lost context: still give back what can be given back
+            first = error
         for resource in owned:
             try:
                 resource.close()

@@ -23,8 +23,6 @@ __all__ = ["ALIGNMENT", "Arena", "Buffer", "MappedBuffer"]
 ALIGNMENT = 256
 """Bytes: every placed buffer begins at a multiple of it (full-width vector loads, whole sectors)."""
 _GUARD = 256
-_GUARD_BYTE = 0xFD
-_GUARD_WORD = 0xFDFDFDFD
 
 
 class Buffer:
@@ -153,15 +151,17 @@ class Buffer:
 class Arena(Resource):
     """One allocation that buffers are placed in, one behind the other, each at a multiple of 256 bytes.
 
-    With `guard=True` all that no buffer covers, at least 256 bytes before and behind each, holds 0xFDFDFDFD,
-    and `check_guards` finds kernels that wrote there. The guards need room: see `bytes_for`. Without guards
-    the contents are undefined at first.
+    With `guard=True` all that no buffer covers, at least 256 bytes before and behind each, holds the guard byte
+    in each byte, and `check_guards` finds kernels that wrote there. The guards need room: see `required`. In an
+    arena that a program clears as a whole, choose guard_byte=0. Without guards the contents start undefined.
     """
 
     rank = 4
     handle: Any
 
-    def __init__(self, device: Device, name: str, nbytes: int, guard: bool = False) -> None:
+    def __init__(
+        self, device: Device, name: str, nbytes: int, guard: bool = False, *, guard_byte: int = 0xFD
+    ) -> None:
         """Allocate `nbytes` bytes; raises CudaError (CUDA_ERROR_OUT_OF_MEMORY) where the device is full."""
         if nbytes <= 0:
             raise FxError(f"arena {name!r}: {nbytes} bytes requested; an arena needs at least one")
@@ -169,6 +169,7 @@ class Arena(Resource):
         self.name = name
         self.nbytes = -(-nbytes // 4) * 4
         self.guard = guard
+        self.guard_byte = guard_byte
         self.buffers: dict[str, Buffer] = {}
         with device.activate():
             handle = driver.cuMemAlloc(self.nbytes)
@@ -177,15 +178,21 @@ class Arena(Resource):
         self._base = int(handle)
         self._used = _GUARD if guard else 0
         if guard:
-            self.whole.fill_u32(_GUARD_WORD)
+            self.whole.fill_u32(int.from_bytes(bytes([guard_byte] * 4), "little"))
 
     @staticmethod
-    def bytes_for(items: Iterable[tuple[Sequence[int], DTypeLike]], guard: bool = False) -> int:
-        """Bytes an arena needs to place buffers of these shapes and dtypes in this order."""
+    def required(sizes: Iterable[int], guard: bool = False) -> int:
+        """Bytes an arena needs to place buffers of these sizes (bytes) in this order; at least 256."""
         used = _GUARD if guard else 0
-        for shape, dtype in items:
-            used = _aligned(used) + math.prod(shape) * np.dtype(dtype).itemsize + (_GUARD if guard else 0)
-        return _aligned(used)
+        for size in sizes:
+            used = _aligned(used) + size + (_GUARD if guard else 0)
+        return max(_aligned(used), ALIGNMENT)
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte. Raises ClosedError after close()."""
+        self.check_open()
+        return self._base
 
     @property
     def whole(self) -> Buffer:
@@ -223,7 +230,7 @@ class Arena(Resource):
         start, before = 0, "the start of the arena"
         for name, buffer in [*self.buffers.items(), ("the end of the arena", None)]:
             end = self.nbytes if buffer is None else buffer.address - self._base
-            wrong = np.flatnonzero(data[start:end] != _GUARD_BYTE)
+            wrong = np.flatnonzero(data[start:end] != self.guard_byte)
             if wrong.size:
                 raise FxError(
                     f"arena {self.name!r}: {wrong.size} guard byte(s) between {before} and {name} were "

@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fxengine.driver.api import Driver
+from fxengine.driver.api import SUCCESS, Driver
 from fxengine.driver.errors import ClosedError, CudaError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def defer(core: Core, release: Callable[[], Any]) -> None:
 
 def drain() -> None:
     """Run the queued releases, unless this thread is capturing. A release that fails becomes a ResourceWarning."""
-    if capturing():
+    if not _deferred or thread_state.captures:
         return
     while _deferred:
         try:
@@ -75,6 +75,7 @@ class Core:
         self._device = device
         self.context = driver.cuDevicePrimaryCtxRetain(device)
         self.context_value = int(self.context)
+        self.get_current = driver.raw.cuCtxGetCurrent  # unchecked: it is the price of every activation
         self._holds = 1
         self._lock = threading.Lock()
 
@@ -115,7 +116,9 @@ class Activation:
 
     def __enter__(self) -> None:
         core = self._core
-        current = core.driver.cuCtxGetCurrent()
+        result, current = core.get_current()
+        if result != SUCCESS:
+            raise core.driver.error("cuCtxGetCurrent", (), result)
         if int(current) != core.context_value:
             core.driver.cuCtxSetCurrent(core.context)
             self._previous = current
@@ -175,6 +178,7 @@ class Resource:
             defer(core, release)
         else:
             core.finish(release)
+            drain()
 
     def __enter__(self) -> Self:
         self.check_open()

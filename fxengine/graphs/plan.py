@@ -38,7 +38,8 @@ class Plan:
     Args:
         program: the program to place. It must not grow afterwards.
         device: where it runs.
-        guard: put guard words between the buffers of every arena; `check_guards()` then finds stray writes.
+        guard: put guard words between the buffers of every arena but the zeroed one; `check_guards()` then finds
+            stray writes.
 
     Raises:
         ProgramError: a record's fields do not match its kernel's struct.
@@ -55,7 +56,7 @@ class Plan:
         self._closed = False
         try:
             self._place(guard)
-            self._steps = self._bind()
+            self._steps = self._bind(guard)
         except BaseException:
             self.close()
             raise
@@ -101,8 +102,9 @@ class Plan:
 
     def check_guards(self) -> None:
         """Raise if any write went past a buffer (plans made with guard=True)."""
-        for arena in self._arenas.values():
-            arena.check_guards()
+        for name, arena in self._arenas.items():
+            if name != ZEROED:
+                arena.check_guards()
 
     # -- execution ---------------------------------------------------------------------------------------------
 
@@ -161,15 +163,16 @@ class Plan:
             else:
                 by_arena[storage.arena].append(storage)
         for name, storages in by_arena.items():
-            nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guard)
-            arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guard)
+            guarded = guard and name != ZEROED  # its one memset covers the whole arena, guard words and all
+            nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guarded)
+            arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guarded)
             for storage in storages:
                 self._buffers[storage.name] = arena.place(storage.name, (storage.nbytes,), np.uint8)
         for storage in self.program.storages.values():
             if storage.data is not None:
                 self._buffers[storage.name].write(np.ascontiguousarray(storage.data).reshape(-1).view(np.uint8))
 
-    def _bind(self) -> tuple[Step, ...]:
+    def _bind(self, guard: bool) -> tuple[Step, ...]:
         tables: list[tuple[Kernel, NDArray[Any], int] | None] = []
         for node in self.nodes:
             if node.family is None:
@@ -180,7 +183,9 @@ class Plan:
             tables.append((module.kernel(node.family.kernel), table, blocks))
 
         sizes = [0 if entry is None else entry[1].nbytes for entry in tables]
-        arena = self._arenas["tables"] = Arena(self.device, "tables", Arena.required(tuple(s for s in sizes if s)))
+        arena = self._arenas["tables"] = Arena(
+            self.device, "tables", Arena.required(tuple(s for s in sizes if s), guard=guard), guard=guard
+        )
         steps = []
         for index, (node, entry) in enumerate(zip(self.nodes, tables, strict=True)):
             if entry is None:
@@ -227,7 +232,7 @@ class Plan:
 
     def _address(self, tensor: Tensor) -> int:
         home = self._mapped if tensor.storage.arena == MAPPED else self._buffers
-        return home[tensor.name].address + tensor.offset * tensor.dtype.itemsize  # type: ignore[index]
+        return home[tensor.name].address + tensor.offset * tensor.dtype.itemsize
 
     # -- lifetime ----------------------------------------------------------------------------------------------
 

@@ -98,7 +98,8 @@ class StepBuilder:
             rows = source.array
             if rows.shape[1:] != tensor.shape[1:] or rows.dtype != tensor.dtype:
                 raise ProgramError(
-                    f"data of input '{name}' has rows {rows.dtype} {rows.shape[1:]}, the step reads {tensor.dtype} {tensor.shape[1:]}"
+                    f"data of input '{name}' has rows {rows.dtype} {rows.shape[1:]}, "
+                    f"the step reads {tensor.dtype} {tensor.shape[1:]}"
                 )
             resident = self.program.tensor(f"data.{name}", rows.shape, rows.dtype, arena="data", data=rows)
             gather.gather(

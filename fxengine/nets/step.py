@@ -1,4 +1,4 @@
-"""The specified step (docs/step.md), component by component. A component that the configuration lacks leaves no trace."""
+"""The specified step (docs/step.md), component by component. What the configuration lacks leaves no trace."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import crossentropy, linear
+from fxengine.ops.linear import Activation
 from fxengine.train.groups import ParamGroups
 
 
@@ -20,8 +21,8 @@ class _Gradient:
 
     tensor: Tensor
     y: Tensor
-    activation: str
-    pending: list[linear.Source] = field(default_factory=list)
+    activation: Activation
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     written: bool = False
 
 
@@ -46,7 +47,9 @@ class Tape:
         """sg(x): the same elements without a gradient. No kernel downstream gets an input-gradient argument."""
         return replace(x)
 
-    def linear(self, x: Tensor, w: str, b: str | None = None, *, activation: str = "none", name: str) -> Tensor:
+    def linear(
+        self, x: Tensor, w: str, b: str | None = None, *, activation: Activation = "none", name: str
+    ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
 
         Backward: the weight and bias gradients, and x's gradient if x is tracked.
@@ -115,7 +118,7 @@ class Tape:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def _track(self, y: Tensor, activation: str) -> None:
+    def _track(self, y: Tensor, activation: Activation) -> None:
         gradient = self.program.tensor(f"d.{y.name}", y.shape)
         self._gradients[y] = _Gradient(gradient, y, activation)
 
@@ -125,7 +128,7 @@ class Tape:
             return
         weight = self.groups[w]
         if x in self._gradients:
-            self._gradients[x].pending.append(linear.Source(dy, weight.value))
+            self._gradients[x].pending.append((dy, weight.value))
         linear.backward_dw(
             self.program,
             dy,
@@ -142,11 +145,13 @@ class Tape:
         gradient = self._gradients[y]
         while gradient.pending:
             sources, gradient.pending = gradient.pending[:2], gradient.pending[2:]
+            paired = len(sources) == 2
             linear.backward_dx(
                 self.program,
-                sources,
+                (sources[0][0], sources[1][0]) if paired else sources[0][0],
+                (sources[0][1], sources[1][1]) if paired else sources[0][1],
                 gradient.tensor,
-                y_prev=gradient.y,
+                x=gradient.y,
                 activation=gradient.activation,
                 accumulate=gradient.written,
                 label=f"{y.name}.dx",

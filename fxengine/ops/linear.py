@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.graphs.program import ACTIVATIONS, ZEROED, Family, Launch, Program, ProgramError, Tensor
+from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -75,7 +75,7 @@ TILES: dict[str, Tile] = {
 
 
 def choose_tile(target: Target, rows: int, columns: tuple[int, ...], depth: int) -> str:
-    """Name of the tile with the smallest estimated time for `rows` x `columns` outputs, sums of `depth` terms.
+    """Name of the tile with the smallest estimated time for `rows` x `columns` outputs of `depth` terms each.
 
     A pure function of its arguments. A GPU runs the blocks in waves over its multiprocessors; the simulated
     device runs them one after another and pays for every thread and barrier.
@@ -161,9 +161,7 @@ def forward(
     _expect(label, "b", b, (n,), f"y is {_shape(y)}")
     code = _activation(label, activation)
     if accumulate and code:
-        raise ProgramError(
-            f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'"
-        )
+        raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     _separate(label, "y", y, x=x1, x2=x2)
     fields = {
         **_operand("x", x1),
@@ -233,9 +231,7 @@ def backward_dx(
             _expect(label, f"w{suffix}", w_i, (n, k), f"dy{suffix} is {_shape(dy_i)} and dx is {_shape(dx)}")
     code = _activation(label, activation)
     if code and x is None:
-        raise ProgramError(
-            f"linear '{label}': activation={activation!r} is the one that made x; pass x as well"
-        )
+        raise ProgramError(f"linear '{label}': activation={activation!r} is the one that made x; pass x as well")
     _expect(label, "x", x, (m, k), f"dx is {_shape(dx)}")
     if not code:
         x = None
@@ -275,8 +271,8 @@ def backward_dw(
 ) -> Launch:
     """Append dw = dyᵀ x and db = sum over the rows of dy, or += both.
 
-    A long sum is cut into slices, each the work of other blocks; the partial results are added in the order of
-    the slices.
+    A long sum is cut into slices, each the work of other blocks; the partial results are added in slice
+    order.
 
     Args:
         program: where the record goes.
@@ -309,7 +305,8 @@ def backward_dw(
         size = (tiles, slices, shape.rows * (shape.columns + 1))
         unique = f"{label}#{len(program.launches)}"
         partial = program.tensor(f"{unique}.partial", size, np.float32, arena=ACTIVATIONS)
-        arrived = program.tensor(f"{unique}.arrived", (tiles,), np.uint32, arena=ZEROED)
+        zeros = np.zeros(tiles, np.uint32)  # the kernel leaves them at 0
+        arrived = program.tensor(f"{unique}.arrived", zeros.shape, zeros.dtype, arena="counters", data=zeros)
     fields = {
         **_operand("dy", dy),
         **_operand("x", x1),
@@ -326,9 +323,7 @@ def backward_dw(
         "accumulate": int(accumulate),
     }
     before = [dw, db] if accumulate else []
-    return program.launch(
-        DW[name], fields, reads=[dy, x1, x2, *before], writes=[dw, db, partial, arrived], label=label
-    )
+    return program.launch(DW[name], fields, reads=[dy, x1, x2, *before], writes=[dw, db, partial, arrived], label=label)
 
 
 # -- references ---------------------------------------------------------------------------------------------
@@ -438,8 +433,7 @@ def _separate(label: str, role: str, written: Tensor, **read: Tensor | None) -> 
     for name, t in read.items():
         if t is not None and written.region().overlaps(t.region()):
             raise ProgramError(
-                f"linear '{label}': {role} {_shape(written)} overlaps {name} {_shape(t)}; "
-                "give it memory of its own"
+                f"linear '{label}': {role} {_shape(written)} overlaps {name} {_shape(t)}; give it memory of its own"
             )
 
 

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "fx_sim.h"
+
 #define FX_SIM_VECTORS(T, name, align1, align2, align4)                                             \
     struct name##1 { T x; };                                                                        \
     struct __attribute__((aligned(align2))) name##2 { T x, y; };                                    \

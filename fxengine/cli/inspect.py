@@ -1,0 +1,101 @@
+"""`fxengine inspect`: what the captured training step consists of."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxengine.cli.options import add_device, add_json, add_option, print_json, report_stream, size, table
+
+if TYPE_CHECKING:
+    from fxengine.engine import Engine
+    from fxengine.graphs import Census
+
+#: Rows of the stand-in data that the batches are gathered from.
+_ROWS = 1024
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    from fxengine.cli.options import documented
+    from fxengine.config import StepConfig
+
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="show the captured step: nodes, launches, memory, time per node",
+        description="Capture the step that `fxengine train` replays, on stand-in data, and show its nodes and counts "
+        "as the driver reports them.",
+    )
+    add_device(parser)
+    texts = documented(StepConfig)
+    for name in ("batch", "state", "regimes"):
+        add_option(parser, name, getattr(StepConfig.aux_only(), name), texts.get(name, ""))
+    parser.add_argument("--dot", metavar="FILE", help="write the graph in Graphviz DOT")
+    parser.add_argument(
+        "--time", action="store_true", help="measure every node by itself (simulated: time on this CPU)"
+    )
+    add_json(parser)
+    parser.set_defaults(command=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    import numpy as np
+
+    from fxengine.config import StepConfig
+    from fxengine.engine import Engine
+    from fxengine.graphs import node_times
+
+    out = report_stream(arguments.json)
+    config = StepConfig.aux_only(batch=arguments.batch, state=arguments.state, regimes=arguments.regimes)
+    data = {
+        "state": np.zeros((_ROWS, config.state), np.float32),
+        "nb_label": np.zeros(_ROWS, np.int32),
+        "regime_label": np.zeros(_ROWS, np.int32),
+    }
+    with Engine(config, device=arguments.device, data=data) as engine:
+        census = engine.graph.census()
+        # Timing runs single nodes of this engine's plan, out of order: nothing but the counts is used afterwards.
+        times = node_times(engine.plan, stream=engine.stream) if arguments.time else None
+        if arguments.dot:
+            Path(arguments.dot).write_text(engine.graph.dot() + "\n")
+        print(_describe(engine, census, times), file=out)
+        if arguments.dot:
+            print(f"\ndrawing: {arguments.dot} (dot -Tsvg {arguments.dot})", file=out)
+        if arguments.json:
+            sys.stderr.flush()
+            print_json(_as_json(engine, census, times))
+    return 0
+
+
+def _describe(engine: Engine, census: Census, times: list[float] | None) -> str:
+    head, *rows = engine.graph.table().splitlines()
+    if times is not None:
+        head = f"{'us':>8} {head}"
+        rows = [f"{us:>8.2f} {row}" for us, row in zip(times, rows, strict=True)]
+    counts = {
+        "device": f"{engine.device.label} ({engine.device.name})",
+        "depth": census.depth,
+        "nodes": ", ".join(f"{n} {kind}" for kind, n in census.nodes.items()),
+        "edges": census.edges,
+        "instantiations": census.instantiations,
+        "memory": ", ".join(f"{arena} {size(n)}" for arena, n in census.bytes.items()),
+    }
+    if times is not None:
+        counts["node times"] = f"{sum(times):.1f} us in sum, each measured by itself, with warm caches"
+    families = [f"{family:<22} {census.launches[family]:>8} {census.records[family]:>7}" for family in census.launches]
+    return "\n".join([head, *rows, "", table(counts), "", f"{'family':<22} {'launches':>8} {'records':>7}", *families])
+
+
+def _as_json(engine: Engine, census: Census, times: list[float] | None) -> dict[str, Any]:
+    values: dict[str, Any] = {"device": engine.device.label, "name": engine.device.name}
+    if engine.config is not None:
+        values["batch"] = engine.config.batch
+    values.update(census.as_dict())
+    if times is not None:
+        values["node_us"] = [
+            {"node": i, "family": node.name, "label": node.label, "us": us}
+            for i, (node, us) in enumerate(zip(engine.plan.nodes, times, strict=True))
+        ]
+    return values

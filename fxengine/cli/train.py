@@ -1,0 +1,247 @@
+"""`fxengine train`: bars in; a trained network, its curves and an honest report out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxengine.cli.display import Metrics, watcher
+from fxengine.cli.options import (
+    add_device,
+    add_fields,
+    add_json,
+    add_option,
+    documented,
+    plain,
+    print_json,
+    report_stream,
+    require,
+    table,
+)
+from fxengine.driver.errors import FxError
+
+if TYPE_CHECKING:
+    from fxengine.data import Dataset
+    from fxengine.graphs import Census
+    from fxengine.session import Progress, TrainingSession, TrainResult
+
+_CHECKPOINT, _CURVES, _METRICS, _REPORT = "checkpoint.safetensors", "curves.png", "metrics.jsonl", "report.json"
+_INTERRUPTED = 130
+#: What `make_dataset` is asked for on the command line.
+_DATASET_OPTIONS = ("lookahead", "regimes", "validation", "volatility_window")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    from fxengine.data import make_dataset
+    from fxengine.session import TrainSettings
+
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "train",
+        help="train the auxiliary network on price bars",
+        description="Train the next-bar and the regime head on price bars and judge them on the bars that follow. "
+        f"Writes {_CHECKPOINT}, {_CURVES}, {_METRICS} and {_REPORT}. Ctrl-C ends the training early and "
+        "writes them all the same (exit status 130).",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="CSV or Parquet file with time, open, high, low, close and, if there is one, volume "
+        "(default: hourly EUR/USD bars of 2017, installed with fxengine[demo])",
+    )
+    add_device(parser)
+    training = parser.add_argument_group("training")
+    add_fields(training, TrainSettings)
+    training.add_argument(
+        "--signal",
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="first value of a signal, for example clip=0.5 or w_regime=1; may be repeated",
+    )
+    data = parser.add_argument_group("labels and split")
+    texts = documented(make_dataset)
+    parameters = inspect.signature(make_dataset).parameters
+    for name in _DATASET_OPTIONS:
+        add_option(data, name, parameters[name].default, texts.get(name, ""))
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/DATE-TIME)")
+    output.add_argument("--overwrite", action="store_true", help="replace the results that DIR already holds")
+    add_json(output)
+    parser.set_defaults(command=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from fxengine.data import demo_bars, load_bars, make_dataset
+    from fxengine.session import TrainingSession, TrainSettings
+
+    out = report_stream(arguments.json)
+    require("matplotlib", "train (for the learning curves)")
+    if out.isatty():
+        require("rich", "train (for the progress bar)")
+    settings = TrainSettings(
+        **{name: getattr(arguments, name) for name in ("steps", "batch", "seed", "lr", "lr_end", "validate_every")},
+        signals=dict(_signal(text) for text in arguments.signal),
+    )
+    bars = load_bars(arguments.data) if arguments.data else demo_bars()
+    dataset = make_dataset(bars, **{name: getattr(arguments, name) for name in _DATASET_OPTIONS})
+    folder = _folder(arguments.out, overwrite=arguments.overwrite)
+    print(dataset.describe(), file=out)
+
+    with TrainingSession(dataset, settings, device=arguments.device) as session:
+        device = session.engine.device
+        print(f"training {session.steps} steps of {settings.batch} rows on {device.label} ({device.name})", file=out)
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        with (
+            _interruptible(session.stop),
+            Metrics(folder / _METRICS) as metrics,
+            watcher(session.steps, out) as show,
+        ):
+
+            def watch(progress: Progress) -> None:
+                metrics.write(progress)
+                show(progress)
+
+            result = session.run(watch)
+        session.save(folder / _CHECKPOINT)
+        _draw(folder / _CURVES, session, result)
+        census = session.engine.graph.census()
+        report = _as_json(session, result, census, folder)
+        (folder / _REPORT).write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
+        print(_describe(session, result, census, time.perf_counter() - started), file=out)
+        ended = f"stopped by Ctrl-C after {result.steps} of {session.steps} steps; " if result.interrupted else ""
+        print(f"{ended}written to {folder}: {_CHECKPOINT}, {_CURVES}, {_METRICS}, {_REPORT}", file=out)
+    if arguments.json:
+        sys.stderr.flush()
+        print_json(report)
+    return _INTERRUPTED if result.interrupted else 0
+
+
+def _signal(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return name.strip(), float(value)
+    except ValueError:
+        raise FxError(f"--signal {text!r}: expected NAME=NUMBER, for example clip=0.5") from None
+
+
+def _folder(given: str | None, *, overwrite: bool) -> Path:
+    """The folder of the results, which must not hold any; it is not made yet."""
+    if given is None:
+        stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        folder, n = stem, 1
+        while folder.exists():
+            folder, n = Path(f"{stem}-{n}"), n + 1
+    else:
+        folder = Path(given)
+        if folder.exists() and not folder.is_dir():
+            raise FxError(f"--out {folder} is a file, expected a folder")
+        held = [name for name in (_CHECKPOINT, _CURVES, _METRICS, _REPORT) if (folder / name).exists()]
+        if held and not overwrite:
+            raise FxError(f"{folder} already holds {', '.join(held)}; choose another folder or pass --overwrite")
+    return folder
+
+
+@contextlib.contextmanager
+def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C asks the training to stop after its present step, the second one interrupts it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals, and only it gets them
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, previous)
+        stop()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _draw(path: Path, session: TrainingSession, result: TrainResult) -> None:
+    from fxengine.cli.plot import learning_curves
+
+    learning_curves(path, session.curves, session.validations, result, title=session.dataset.source)
+
+
+# -- report ------------------------------------------------------------------------------------------------------
+
+
+def _as_json(session: TrainingSession, result: TrainResult, census: Census, folder: Path) -> dict[str, Any]:
+    device = session.engine.device
+    return {
+        "steps": result.steps,
+        "interrupted": result.interrupted,
+        "skipped": result.skipped,
+        "loss_first": result.loss_first,
+        "loss_last": result.loss_last,
+        "validation_loss": result.validation.loss,
+        "next_bar_accuracy": result.validation.next_bar_accuracy,
+        "next_bar_baseline": result.next_bar_baseline,
+        "next_bar_standard_error": result.next_bar_error,
+        "regime_accuracy": result.validation.regime_accuracy,
+        "regime_baseline": result.regime_baseline,
+        "steps_per_s": result.steps_per_s,
+        "device": device.label,
+        "device_name": device.name,
+        "seed": session.settings.seed,
+        "out": str(folder),
+        "census": census.as_dict(),
+    }
+
+
+def _describe(session: TrainingSession, result: TrainResult, census: Census, seconds: float) -> str:
+    nodes = ", ".join(f"{count} {kind}" for kind, count in census.nodes.items())
+    rows = {
+        "steps": f"{result.steps} in {seconds:.1f} s, {result.steps_per_s:.1f} steps/s",
+        "loss": f"{result.loss_first:.4f} at first, {result.loss_last:.4f} at last, "
+        f"{result.validation.loss:.4f} on validation",
+        "next bar": _next_bar_verdict(result),
+        "regime": _regime_verdict(session.dataset, result),
+        "graph": f"depth {census.depth}, {nodes} nodes, instantiated {_times(census.instantiations)}, "
+        "one launch per step",
+    }
+    if result.skipped:
+        rows["skipped"] = f"{result.skipped} steps made no update, because a gradient was not finite"
+    return table(rows)
+
+
+def _next_bar_verdict(result: TrainResult) -> str:
+    """In plain words; above the baseline counts only beyond two standard errors."""
+    accuracy, baseline = result.validation.next_bar_accuracy, result.next_bar_baseline
+    margin = 2.0 * result.next_bar_error
+    verdict = f"above it by more than two standard errors (±{margin:.4f})"
+    if accuracy <= baseline:
+        verdict = "it does NOT beat the majority class"
+    elif accuracy - baseline <= margin:
+        verdict = f"above it by less than two standard errors (±{margin:.4f}): no evidence of skill"
+    return f"{accuracy:.4f} right on validation, majority class {baseline:.4f}: {verdict}"
+
+
+def _regime_verdict(dataset: Dataset, result: TrainResult) -> str:
+    """The regime is no forecast: it measures bars that the state has seen."""
+    accuracy, baseline = result.validation.regime_accuracy, result.regime_baseline
+    verdict = "above it" if accuracy > baseline else "it does NOT beat the majority class"
+    return (
+        f"{accuracy:.4f} right on validation, majority class {baseline:.4f}: {verdict} "
+        f"(no forecast: the volatility class of the last {dataset.volatility_window} bars)"
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

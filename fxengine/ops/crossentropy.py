@@ -1,0 +1,201 @@
+"""Softmax cross-entropy over the valid rows, with its gradient in the same pass (`crossentropy.cu`).
+
+A label outside [0, classes) masks its row: no loss, no share in the accuracy, an exact-zero gradient whatever the
+row's logits hold. Loss and gradient are divided by max(1, valid rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fxengine.graphs import Family, Program, Tensor
+from fxengine.ops.reduce import sum_partials
+
+
+def _tiles(fields: Mapping[str, Any]) -> int:
+    return -(-int(fields["rows"]) // (256 // int(fields["lanes"])))
+
+
+COUNT_VALID = Family("count_valid", "crossentropy.cu", "fx_count_valid", "CountValid", tiles=lambda fields: 1)
+CROSSENTROPY = Family("crossentropy", "crossentropy.cu", "fx_crossentropy", "CrossEntropy", tiles=_tiles)
+
+
+def count_valid(program: Program, labels: Tensor, valid: Tensor, *, classes: int, label: str) -> None:
+    """Append: valid = number of labels inside [0, classes).
+
+    Args:
+        program: program to append to.
+        labels: int32 [n].
+        valid: int32 [1], overwritten.
+        classes: number of classes.
+        label: shown in tables.
+
+    Raises:
+        ValueError: a dtype or shape is not one of these.
+    """
+    _require(labels, np.int32, (labels.shape[0],), "labels", label)
+    _require(valid, np.int32, (1,), "valid", label)
+    program.launch(
+        COUNT_VALID,
+        {"labels": labels, "valid": valid, "n": labels.shape[0], "classes": classes},
+        reads=[labels],
+        writes=[valid],
+        label=label,
+    )
+
+
+def crossentropy(
+    program: Program,
+    logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    valid: Tensor | None = None,
+    dlogits: Tensor | None = None,
+    probabilities: Tensor | None = None,
+    wire: Tensor | None = None,
+    loss: Tensor | None = None,
+    accuracy: Tensor | None = None,
+    name: str,
+) -> None:
+    """Append softmax, cross-entropy and its gradient; every output is optional and none is accumulated into.
+
+    Args:
+        program: program to append to.
+        logits: float32 [B, C], C >= 2.
+        labels: int32 [B]; None masks every row (softmax alone).
+        weight: float32 [1], weight of the loss, usually a signal; needed by dlogits. It does not scale `loss`.
+        valid: int32 [1], the number of valid rows; None counts them here, if an output needs them.
+        dlogits: float32 [B, C] = weight (p - onehot) / max(1, valid), exact 0 in masked rows and for weight 0.
+        probabilities: float32 [B, C], of every row.
+        wire: float32 [B] or a column [B, 1] = p[1] - p[0], two classes only, of every row.
+        loss: float32 [1] = mean over the valid rows of -log p[label].
+        accuracy: float32 [1] = share of the valid rows whose argmax is the label.
+        name: begins the labels and the names of the tensors declared here: `<name>.valid`, `<name>.loss_partials`,
+            `<name>.correct_partials`.
+
+    Raises:
+        ValueError: a shape or dtype does not match, or an output lacks an input that it needs.
+    """
+    if len(logits.shape) != 2 or logits.dtype != np.float32 or logits.shape[1] < 2:
+        raise ValueError(f"'{name}': logits must be float32 [B, C >= 2], got {logits.dtype} {logits.shape}")
+    rows, classes = logits.shape
+    _require(dlogits, np.float32, (rows, classes), "dlogits", name)
+    _require(probabilities, np.float32, (rows, classes), "probabilities", name)
+    _require(labels, np.int32, (rows,), "labels", name)
+    _require(valid, np.int32, (1,), "valid", name)
+    _require(weight, np.float32, (1,), "weight", name)
+    if wire is not None and (classes != 2 or wire.dtype != np.float32 or wire.shape not in ((rows,), (rows, 1))):
+        raise ValueError(
+            f"'{name}': wire must be float32 ({rows},) or ({rows}, 1) of two-class logits, "
+            f"got {wire.dtype} {wire.shape} of {logits.shape}"
+        )
+    if dlogits and weight is None:
+        raise ValueError(f"'{name}': dlogits needs a weight")
+    if dlogits or loss or accuracy:
+        if labels is None:
+            raise ValueError(f"'{name}': dlogits, loss and accuracy need labels")
+        if valid is None:
+            valid = program.tensor(f"{name}.valid", (1,), np.int32)
+            count_valid(program, labels, valid, classes=classes, label=f"{name}.valid")
+    lanes = _lanes(classes)
+    tiles = _tiles({"rows": rows, "lanes": lanes})
+    losses = program.tensor(f"{name}.loss_partials", (tiles,), np.float64) if loss else None
+    correct = program.tensor(f"{name}.correct_partials", (tiles,), np.int32) if accuracy else None
+    program.launch(
+        CROSSENTROPY,
+        {
+            "logits": logits,
+            "labels": labels or 0,
+            "valid": valid or 0,
+            "weight": weight or 0,
+            "dlogits": dlogits or 0,
+            "probabilities": probabilities or 0,
+            "wire": wire or 0,
+            "loss_partials": losses or 0,
+            "correct_partials": correct or 0,
+            "ld_logits": logits.ld,
+            "ld_dlogits": dlogits.ld if dlogits else 0,
+            "ld_probabilities": probabilities.ld if probabilities else 0,
+            "wire_stride": wire.ld if wire else 0,
+            "rows": rows,
+            "classes": classes,
+            "lanes": lanes,
+        },
+        reads=[logits, labels, valid, weight],
+        writes=[dlogits, probabilities, wire, losses, correct],
+        label=name,
+    )
+    if loss and losses:
+        sum_partials(program, losses, loss, denominator=valid, label=f"{name}.loss")
+    if accuracy and correct:
+        sum_partials(program, correct, accuracy, denominator=valid, label=f"{name}.accuracy")
+
+
+def _lanes(classes: int) -> int:
+    """Lanes of a warp that share a row."""
+    return 2 if classes <= 2 else 8 if classes <= 16 else 32
+
+
+def _require(tensor: Tensor | None, dtype: type[np.generic], shape: tuple[int, ...], name: str, label: str) -> None:
+    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
+        raise ValueError(f"'{label}': {name} must be {np.dtype(dtype)} {shape}, got {tensor.dtype} {tensor.shape}")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Float64 results of `reference_crossentropy`."""
+
+    probabilities: NDArray[np.float64]
+    dlogits: NDArray[np.float64]
+    loss: float
+    accuracy: float
+    valid: int
+
+
+def reference_crossentropy(logits: ArrayLike, labels: ArrayLike, weight: float = 1.0) -> Reference:
+    """What `crossentropy` computes, in float64.
+
+    Args:
+        logits: [B, C].
+        labels: int [B].
+        weight: weight of the loss in the gradient.
+    """
+    x = np.asarray(logits, dtype=np.float64)
+    wanted = np.asarray(labels)
+    rows, classes = x.shape
+    mask = (wanted >= 0) & (wanted < classes)
+    valid = int(mask.sum())
+    own = np.where(mask, wanted, 0)
+    onehot = np.arange(classes) == own[:, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        peak = np.where(np.isnan(x), -np.inf, x).max(axis=1, keepdims=True)
+        exps = np.exp(x - peak)
+        total = exps.sum(axis=1, keepdims=True)
+        p = exps / total
+        # 1 - p and -log p from the other classes, not as differences: exact also where p is nearly 1
+        rest = np.where(onehot, 0.0, exps).sum(axis=1)
+        distance = (x - peak)[onehot]
+        losses = np.log1p(rest + np.expm1(distance)) - distance
+    dlogits = np.zeros_like(x)
+    if weight != 0:
+        slopes = np.where(onehot, -rest[:, None] / total, p)
+        dlogits[mask] = weight * slopes[mask] / max(1, valid)
+    hits = np.array([_argmax(row) for row in x]) == wanted
+    return Reference(
+        probabilities=p,
+        dlogits=dlogits,
+        loss=float(losses[mask].sum()) / max(1, valid),
+        accuracy=float((hits & mask).sum()) / max(1, valid),
+        valid=valid,
+    )
+
+
+def _argmax(row: NDArray[np.float64]) -> int:
+    """Lowest index of the largest value; NaN never wins, all NaN gives 0."""
+    return 0 if np.isnan(row).all() else int(np.nanargmax(row))

@@ -1,0 +1,174 @@
+"""Signals: one consistent row per replay, no recapture, nothing inert, clear errors."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from fxengine.driver import Device
+from fxengine.signals import (
+    GROUPS,
+    MASK_WORDS,
+    RING_ROWS,
+    ROW_STRIDE,
+    SLOTS,
+    RingFullError,
+    SignalMap,
+    Signals,
+    bound_slot,
+)
+
+from .common import make
+
+#: Every host-owned scalar that the auxiliary step reads, with a value other than its default.
+AUX_SCALARS = {
+    "w_nb": 0.3, "w_regime": 0.9, "lr.aux_trunk": 1e-3, "lr.aux_heads": 1e-3, "clip.aux_trunk": 1e-3,
+    "clip.aux_heads": 1e-3, "beta1": 0.5, "beta2": 0.9, "adam_eps": 1e-3, "weight_decay": 0.1, "eps_clamp_floor": 0.01,
+}  # fmt: skip
+
+
+def test_64_queued_replays_see_64_learning_rates(device: Device) -> None:
+    rates = [1e-4 * (i + 1) for i in range(64)]
+    with make(device) as queued, make(device) as waited:
+        for lr in rates:
+            queued.signals["lr"] = lr
+            queued.step()
+        for lr in rates:
+            waited.signals["lr"] = lr
+            waited.step()
+            waited.synchronize()
+        assert queued.state_hash() == waited.state_hash()
+        assert queued.graph.census().instantiations == 1
+
+
+def test_more_replays_than_rows_wait_instead_of_overwriting(device: Device) -> None:
+    rates = [1e-4 * (1 + i % 7) for i in range(3 * RING_ROWS + 5)]
+    with make(device) as queued, make(device) as waited:
+        for lr in rates:
+            queued.signals["lr"] = lr
+            queued.step()
+        for lr in rates:
+            waited.signals["lr"] = lr
+            waited.step()
+            waited.synchronize()
+        assert queued.state_hash() == waited.state_hash()
+
+
+def _train(device: Device, **signals: float) -> str:
+    """Parameters after three steps, as bytes, with bounds low enough that the clamps bind."""
+    with make(device, signals=signals) as engine:
+        for family, bound in (("weight", 0.15), ("adam_m", 1e-4), ("adam_v", 1e-8), ("grad", 1e-3)):
+            for group in ("aux_trunk", "aux_heads"):
+                engine.signals.override(f"bound.{family}.{group}", bound)
+        for _ in range(3):
+            engine.step()
+        return b"".join(engine.params[n].tobytes() for n in engine.params).hex()
+
+
+@pytest.mark.parametrize("name", AUX_SCALARS)
+def test_no_scalar_is_inert(device: Device, name: str) -> None:
+    """Changing one scalar alone changes the parameters, without a recapture."""
+    floor = {"eps_clamp_floor": 0.0} if name != "eps_clamp_floor" else {}
+    assert _train(device, **floor) != _train(device, **{**floor, name: AUX_SCALARS[name]})
+
+
+def test_an_override_holds_for_one_launch(device: Device) -> None:
+    with make(device) as engine:
+        engine.signals.override("alpha_grad", 0.25)
+        engine.signals.override("bound.grad.aux_trunk", 2.0)
+        engine.step()
+        engine.plan.buffer("signals").write(np.zeros(SLOTS * 4, np.uint8))
+        engine.synchronize()
+        engine.step()
+        state = engine.state()["signals.device"]
+        assert state[393] == 0.0
+        assert state[bound_slot(GROUPS.index("aux_trunk"), "grad")] == 0.0
+
+
+def test_slots_are_those_of_the_specification() -> None:
+    slots = SignalMap().slots
+    assert slots["alpha_grad"].index == 393
+    assert slots["bound.weight.trunk"].index == 136
+    assert slots["bound.adam_m.curiosity"].index == 151
+    assert slots["bound.adam_v.value"].index == 153
+    assert slots["bound.grad.curiosity"].index == 167
+    assert slots["bound.weight.aux_trunk"].index == 400
+    assert slots["bound.grad.decoders"].index == 426
+    indices = [s.index for s in slots.values()]
+    assert len(set(indices)) == len(indices)
+    assert max(indices) < SLOTS
+
+
+def test_bad_writes_are_refused_and_change_nothing(device: Device) -> None:
+    with make(device) as engine:
+        before = engine.signals.as_dict()
+        for name, value, error, message in (
+            ("lr", float("nan"), ValueError, "finite"),
+            ("lr", 1e39, ValueError, "finite"),
+            ("lr", -1.0, ValueError, r"in \[0, inf\], got -1.0"),
+            ("beta1", 1.0, ValueError, "beta1"),
+            ("lr.aux_tronk", 1.0, KeyError, "did you mean lr.aux_trunk"),
+            ("alpha_grad", 0.5, KeyError, "override"),
+        ):
+            with pytest.raises(error, match=message):
+                engine.signals.update({"w_nb": 0.5, name: value})
+        with pytest.raises(KeyError, match="owned by the host"):
+            engine.signals.override("w_nb", 1.0)
+        with pytest.raises(KeyError, match="telemetry"):
+            engine.signals["alpha_grad"]
+        assert engine.signals.as_dict() == before
+
+
+def _signals(finished: list[int], idle: bool = False) -> tuple[Signals, np.ndarray]:
+    ring = np.zeros((4, ROW_STRIDE), np.float32)
+    return Signals(SignalMap(), ring, finished=lambda: finished[0], idle=lambda: idle), ring
+
+
+def test_rows_are_rewritten_only_after_a_change() -> None:
+    signals, ring = _signals([100])
+    for replay in range(4):
+        signals.publish(replay)
+    ring[:] = -1.0
+    signals.publish(4)
+    assert (ring == -1.0).all(), "nothing changed, so the row still held the right values"
+    signals["w_nb"] = 0.5
+    signals.publish(5)
+    assert ring[1, SignalMap().slot("w_nb").index] == 0.5
+
+
+def test_publish_waits_for_the_replay_that_reads_the_row() -> None:
+    finished = [0]
+    signals, _ = _signals(finished)
+    for replay in range(4):
+        signals.publish(replay)
+    thread = threading.Thread(target=signals.publish, args=(4,))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    finished[0] = 1
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_idle_device_that_never_finished_the_replay_is_an_error() -> None:
+    signals, _ = _signals([0], idle=True)
+    with pytest.raises(RingFullError, match="0 replays, 1 expected"):
+        signals.publish(4)
+
+
+def test_masks_name_host_slots_and_pending_overrides() -> None:
+    signals, ring = _signals([100])
+    signals.publish(0)
+    bits = ring.view(np.uint32)[:, SLOTS : SLOTS + MASK_WORDS]
+
+    def has(row: int, slot: int) -> bool:
+        return bool(bits[row, slot // 32] >> (slot % 32) & 1)
+
+    owned = {s.index for s in SignalMap().slots.values() if not s.device_owned}
+    assert {i for i in range(SLOTS) if has(0, i)} == owned
+    signals.override("alpha_grad", 0.5)
+    signals.publish(1)
+    signals.publish(2)
+    assert has(1, 393) and not has(2, 393)

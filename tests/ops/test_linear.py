@@ -1,0 +1,502 @@
+"""Linear layers: forward, input gradient, weight gradient, on every tile, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fxengine.driver import Device, Target
+from fxengine.graphs import Plan, Program, ProgramError, Tensor
+from fxengine.ops import linear
+from fxengine.ops.linear import Activation
+from tests.support import assert_close
+
+Array = NDArray[np.float32]
+ACTIVATIONS: tuple[Activation, ...] = ("none", "elu", "relu", "tanh")
+TILES = list(linear.TILES)
+
+
+class Bench:
+    """A program under test: matrices with NaN in every gap, run with guard words, and read back with their gaps."""
+
+    def __init__(self, device: Device, seed: int = 0) -> None:
+        self.device = device
+        self.program = Program(device.target)
+        self.random = np.random.default_rng(seed)
+        self.count = 0
+
+    def draw(self, *shape: int) -> Array:
+        return self.random.uniform(-1, 1, shape).astype(np.float32)
+
+    def matrix(self, values: Array, *, lead: int = 0, pad: int = 3) -> Tensor:
+        """A matrix with `lead` columns of NaN before it and `pad` after it."""
+        rows, columns = values.shape
+        whole = np.full((rows, lead + columns + pad), np.nan, np.float32)
+        whole[:, lead : lead + columns] = values
+        return self._tensor(whole).columns(lead, lead + columns)
+
+    def vector(self, values: Array, *, lead: int = 0) -> Tensor:
+        whole = np.full(lead + len(values), np.nan, np.float32)
+        whole[lead:] = values
+        return self._tensor(whole).rows(lead, lead + len(values))
+
+    def result(self, rows: int, columns: int, *, lead: int = 0, pad: int = 3) -> Tensor:
+        """A matrix that must be overwritten: it starts as NaN."""
+        return self.matrix(np.full((rows, columns), np.nan, np.float32), lead=lead, pad=pad)
+
+    def run(self) -> Plan:
+        plan = Plan(self.program, self.device, guard=True)
+        with self.device.stream() as stream:
+            plan.run(stream=stream)
+            stream.synchronize()
+        plan.check_guards()
+        return plan
+
+    def _tensor(self, whole: Array) -> Tensor:
+        self.count += 1
+        return self.program.tensor(f"t{self.count}", whole.shape, np.float32, data=whole)
+
+
+def read(plan: Plan, t: Tensor) -> Array:
+    """Values of a view; whatever lies in the same storage beside it must still be NaN."""
+    whole = plan.buffer(t.name).read().view(np.float32)
+    index = np.arange(t.size) + t.offset
+    if len(t.shape) == 2:
+        rows = np.arange(t.shape[0])[:, None] * t.ld
+        index = (t.offset + rows + np.arange(t.shape[1])[None, :]).reshape(-1)
+    outside = np.ones(len(whole), bool)
+    outside[index] = False
+    assert np.isnan(whole[outside]).all(), f"{t}: something was written beside the result"
+    return whole[index].reshape(t.shape)
+
+
+def check(actual: Array, reference: NDArray[np.float64], terms: int, name: str) -> None:
+    """Sums of `terms` products of numbers below 1: the rounding error grows with the number of terms."""
+    assert_close(actual, reference, factor=8.0, atol=2e-7 * (4 + terms), name=name)
+
+
+# -- one call of each kind, and what it must give ------------------------------------------------------------------
+
+
+def add_forward(
+    bench: Bench, m: int, n: int, k: int, k2: int = 0, *, lead: int = 0, pad: int = 3, **options: Any
+) -> tuple[Tensor, NDArray[np.float64], int]:
+    bias = options.pop("bias", True)
+    x, w = bench.draw(m, k + k2), bench.draw(n, k + k2)
+    b = bench.draw(n) if bias else None
+    before = bench.draw(m, n)
+    parts = [bench.matrix(x[:, :k], lead=lead, pad=pad)]
+    if k2:
+        parts.append(bench.matrix(x[:, k:], lead=lead + 1, pad=pad))
+    accumulate = options.get("accumulate", False)
+    y = bench.matrix(before, lead=lead, pad=pad) if accumulate else bench.result(m, n, lead=lead, pad=pad)
+    linear.forward(
+        bench.program,
+        (parts[0], parts[1]) if k2 else parts[0],
+        bench.matrix(w, lead=lead, pad=pad),
+        None if b is None else bench.vector(b, lead=lead),
+        y,
+        **options,
+    )
+    expected = linear.reference_forward(x, w, b, activation=options.get("activation", "none"))
+    return y, expected + before if accumulate else expected, k + k2
+
+
+def add_dx(
+    bench: Bench, m: int, n: int, k: int, n2: int = 0, *, lead: int = 0, pad: int = 3, **options: Any
+) -> tuple[Tensor, NDArray[np.float64], int]:
+    factor = options.pop("factor", None)
+    dy, w, x, before = bench.draw(m, n + n2), bench.draw(n + n2, k), bench.draw(m, k), bench.draw(m, k)
+    first = (bench.matrix(dy[:, :n], lead=lead, pad=pad), bench.matrix(w[:n], lead=lead, pad=pad))
+    second = (bench.matrix(dy[:, n:], lead=lead + 1, pad=pad), bench.matrix(w[n:], lead=lead, pad=pad)) if n2 else None
+    activation = options.get("activation", "none")
+    accumulate = options.get("accumulate", False)
+    dx = bench.matrix(before, lead=lead, pad=pad) if accumulate else bench.result(m, k, lead=lead, pad=pad)
+    linear.backward_dx(
+        bench.program,
+        (first[0], second[0]) if second else first[0],
+        (first[1], second[1]) if second else first[1],
+        dx,
+        x=None if activation == "none" else bench.matrix(x, lead=lead, pad=pad),
+        scale=None if factor is None else bench.vector(np.array([factor], np.float32), lead=lead),
+        **options,
+    )
+    expected = linear.reference_dx(dy, w, x=x, activation=activation, scale=1.0 if factor is None else factor)
+    return dx, expected + before if accumulate else expected, n + n2
+
+
+def add_dw(
+    bench: Bench, m: int, n: int, k: int, k2: int = 0, *, lead: int = 0, pad: int = 3, **options: Any
+) -> list[tuple[Tensor, NDArray[np.float64], int]]:
+    bias = options.pop("bias", True)
+    dy, x = bench.draw(m, n), bench.draw(m, k + k2)
+    parts = [bench.matrix(x[:, :k], lead=lead, pad=pad)]
+    if k2:
+        parts.append(bench.matrix(x[:, k:], lead=lead + 1, pad=pad))
+    accumulate = options.get("accumulate", False)
+    before_w, before_b = bench.draw(n, k + k2), bench.draw(n)
+    nan = np.full(n, np.nan, np.float32)
+    dw = bench.matrix(before_w, lead=lead, pad=pad) if accumulate else bench.result(n, k + k2, lead=lead, pad=pad)
+    db = bench.vector(before_b if accumulate else nan, lead=lead) if bias else None
+    linear.backward_dw(
+        bench.program,
+        bench.matrix(dy, lead=lead, pad=pad),
+        (parts[0], parts[1]) if k2 else parts[0],
+        dw,
+        db,
+        **options,
+    )
+    want_w, want_b = linear.reference_dw(dy, x)
+    if accumulate:
+        want_w, want_b = want_w + before_w, want_b + before_b
+    found = [(dw, want_w, m)]
+    return found if db is None else [*found, (db, want_b, m)]
+
+
+def verify(bench: Bench, expected: list[tuple[Tensor, NDArray[np.float64], int]]) -> None:
+    with bench.run() as plan:
+        for t, reference, terms in expected:
+            check(read(plan, t), reference, terms, t.name)
+
+
+# -- every option on every tile ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_forward_options(device: Device, tile: str) -> None:
+    bench = Bench(device)
+    shape = linear.TILES[tile]
+    m, n, k = shape.rows + 3, shape.columns + 5, shape.depth + 7
+    expected = [
+        add_forward(bench, m, n, k, k2, bias=bias, activation=activation, tile=tile)
+        for k2, bias, activation in itertools.product((0, 9), (False, True), ACTIVATIONS)
+    ]
+    expected += [
+        add_forward(bench, m, n, k, k2, bias=bias, accumulate=True, tile=tile)
+        for k2, bias in itertools.product((0, 1), (False, True))
+    ]
+    verify(bench, expected)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_dx_options(device: Device, tile: str) -> None:
+    bench = Bench(device)
+    shape = linear.TILES[tile]
+    m, n, k = shape.rows + 3, shape.depth + 7, shape.columns + 5
+    verify(
+        bench,
+        [
+            add_dx(bench, m, n, k, n2, activation=activation, accumulate=accumulate, factor=factor, tile=tile)
+            for n2, activation, accumulate, factor in itertools.product((0, 9), ACTIVATIONS, (False, True), (None, 0.5))
+        ],
+    )
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_dw_options(device: Device, tile: str) -> None:
+    bench = Bench(device)
+    shape = linear.TILES[tile]
+    m, n, k = 3 * shape.depth + 7, shape.rows + 3, shape.columns + 5
+    expected = [
+        part
+        for k2, bias, accumulate, slices in itertools.product((0, 9), (False, True), (False, True), (1, 3))
+        for part in add_dw(bench, m, n, k, k2, bias=bias, accumulate=accumulate, slices=slices, tile=tile)
+    ]
+    verify(bench, expected)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_aligned_rows(device: Device, tile: str) -> None:
+    """Sizes and strides that allow 16-byte accesses, whole tiles only."""
+    bench = Bench(device)
+    shape = linear.TILES[tile]
+    m, n, k = shape.rows, shape.columns, 2 * shape.depth
+    expected = [
+        add_forward(bench, m, n, k, pad=0, activation="elu", tile=tile),
+        add_dx(bench, m, k, n, pad=4, activation="elu", tile=tile),
+        *add_dw(bench, k, m, n, pad=0, tile=tile),
+        *add_dw(bench, k, m, n, pad=0, tile=tile, slices=2),
+    ]
+    verify(bench, expected)
+
+
+# -- any shape -----------------------------------------------------------------------------------------------------
+
+sizes = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 51, 64, 67, 101, 131, 153]))
+
+
+@settings(max_examples=40)
+@given(
+    m=sizes,
+    n=sizes,
+    k=sizes,
+    second=st.sampled_from([0, 0, 1, 3, 8, 37]),
+    lead=st.integers(0, 4),
+    pad=st.integers(0, 5),
+    accumulate=st.booleans(),
+    tile=st.sampled_from([None, *TILES]),
+    slices=st.sampled_from([None, 2, 5]),
+)
+@example(1, 1, 1, 0, 0, 0, False, None, None)
+@example(1, 1, 1, 1, 1, 0, True, "128x128", 2)
+@example(2, 300, 1, 0, 0, 1, False, "64x64", None)
+@example(300, 1, 2, 3, 3, 1, True, "32x32", 5)
+def test_any_shape(
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    second: int,
+    lead: int,
+    pad: int,
+    accumulate: bool,
+    tile: str | None,
+    slices: int | None,
+) -> None:
+    bench = Bench(device, seed=m * 7 + n * 5 + k)
+    same = {"lead": lead, "pad": pad, "accumulate": accumulate, "tile": tile}
+    verify(
+        bench,
+        [
+            add_forward(bench, m, n, k, second, **same),
+            add_dx(bench, m, n, k, second, activation="tanh", **same),
+            *add_dw(bench, m, n, k, second, slices=slices, **same),
+        ],
+    )
+
+
+# -- promises --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_zero_scale_stops_nan(device: Device, tile: str, accumulate: bool) -> None:
+    bench = Bench(device)
+    m, n, k = 19, 7, 21
+    dy = bench.draw(m, n)
+    dy[3, 2], dy[4, 1], dy[18, 6] = np.nan, np.inf, -np.inf
+    before = bench.draw(m, k)
+    w, x = bench.matrix(bench.draw(n, k)), bench.matrix(bench.draw(m, k))
+    found = []
+    for factor in (0.0, 1.0):
+        dx = bench.matrix(before) if accumulate else bench.result(m, k)
+        scale = bench.vector(np.array([factor], np.float32))
+        linear.backward_dx(
+            bench.program, bench.matrix(dy), w, dx, x=x, activation="elu", scale=scale, accumulate=accumulate, tile=tile
+        )
+        found.append(dx)
+    with bench.run() as plan:
+        stopped, passed = (read(plan, dx) for dx in found)
+    np.testing.assert_array_equal(stopped, before if accumulate else np.zeros_like(before))
+    assert not np.signbit(stopped).any() or accumulate
+    assert set(np.flatnonzero(~np.isfinite(passed).all(axis=1))) == {3, 4, 18}
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_nan_reaches_its_own_outputs_only(device: Device, tile: str) -> None:
+    """A NaN in row 5 of x shows in row 5 of y whatever the activation, and nowhere else."""
+    bench = Bench(device)
+    m, n, k = 20, 18, 35
+    x = bench.draw(m, k)
+    x[5, 33] = np.nan
+    results = []
+    for activation in ACTIVATIONS:
+        y = bench.result(m, n)
+        linear.forward(
+            bench.program, bench.matrix(x), bench.matrix(bench.draw(n, k)), None, y, activation=activation, tile=tile
+        )
+        results.append(y)
+    with bench.run() as plan:
+        for y in results:
+            bad = np.isnan(read(plan, y))
+            assert bad[5].all() and bad.sum() == n
+
+
+def _mixed(bench: Bench, which: int | None) -> list[Tensor]:
+    """Three records of each kind and different sizes; with `which`, only that one of each is launched."""
+    results: list[Tensor] = []
+    for i, (m, n, k, second) in enumerate(((70, 37, 130, 0), (5, 66, 9, 7), (33, 33, 65, 1))):
+        scratch = bench if which in (None, i) else Bench(bench.device)
+        scratch.random = np.random.default_rng(i)
+        common = {"tile": "32x32"}
+        found = [add_forward(scratch, m, n, k, second, activation="elu", **common)]
+        found.append(add_dx(scratch, m, n, k, second, activation="elu", **common))
+        found += add_dw(scratch, m, n, k, second, slices=2, **common)
+        results += [t for t, _, _ in found] if scratch is bench else []
+    return results
+
+
+def test_batched_equals_single(device: Device) -> None:
+    """A launch over several records gives each of them the bits it gets alone; so does a second run."""
+    batch = Bench(device)
+    together = _mixed(batch, None)
+    with Plan(batch.program, device) as plan, device.stream() as stream:
+        assert len([node for node in plan.nodes if node.family]) == 3
+        runs = []
+        for _ in range(2):
+            plan.run(stream=stream)
+            stream.synchronize()
+            runs.append([read(plan, t).tobytes() for t in together])
+    assert runs[0] == runs[1]
+    alone = []
+    for i in range(3):
+        bench = Bench(device)
+        results = _mixed(bench, i)
+        with bench.run() as plan:
+            alone += [read(plan, t).tobytes() for t in results]
+    assert alone == runs[0]
+
+
+def test_alignment_does_not_change_bits(device: Device) -> None:
+    """Vector and scalar accesses of the same numbers give the same bits."""
+    found = []
+    for lead, pad in ((0, 0), (1, 2)):
+        bench = Bench(device, seed=3)
+        results = [add_forward(bench, 64, 64, 128, lead=lead, pad=pad, tile="64x64")]
+        results.append(add_dx(bench, 64, 128, 64, lead=lead, pad=pad, tile="32x32"))
+        results += add_dw(bench, 128, 64, 64, lead=lead, pad=pad, tile="16x32", slices=2)
+        with bench.run() as plan:
+            found.append([read(plan, t).tobytes() for t, _, _ in results])
+    assert found[0] == found[1]
+
+
+def test_graph_replay_repeats_the_bits(device: Device) -> None:
+    """The arrival counters of a sliced weight gradient start every replay at 0."""
+    bench = Bench(device)
+    results = add_dw(bench, 200, 37, 50, 3, tile="16x16", slices=3)
+    with Plan(bench.program, device) as plan, device.stream() as stream:
+        plan.run(stream=stream)
+        stream.synchronize()
+        first = [read(plan, t).tobytes() for t, _, _ in results]
+        with plan.capture(stream=stream) as graph:
+            for _ in range(3):
+                graph.launch(stream=stream)
+            stream.synchronize()
+        assert [read(plan, t).tobytes() for t, _, _ in results] == first
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_any_order_of_threads_gives_the_same_bits(device: Device, tile: str) -> None:
+    """A missing barrier, or a sum in order of arrival, would show when threads and blocks run in another order."""
+    if device.kind != "sim":
+        pytest.skip("only the simulated device can choose the order of threads")
+    simulator = device.driver.raw
+    bench = Bench(device)
+    shape = linear.TILES[tile]
+    m, n, k = shape.rows + 1, shape.columns + 1, 2 * shape.depth + 3
+    results = [add_forward(bench, m, n, k, 5, tile=tile), add_dx(bench, m, k, n, 5, tile=tile)]
+    results += add_dw(bench, k, m, n, 5, tile=tile) + add_dw(bench, k, m, n, 5, slices=3, tile=tile)
+    found = set()
+    try:
+        with Plan(bench.program, device) as plan, device.stream() as stream:
+            for schedule, poison in (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00")):
+                simulator.set_schedule(schedule, poison=poison)
+                plan.run(stream=stream)
+                stream.synchronize()
+                found.add(b"".join(read(plan, t).tobytes() for t, _, _ in results))
+    finally:
+        simulator.set_schedule("greedy", poison="off")
+    assert len(found) == 1
+
+
+# -- choice of tiles -------------------------------------------------------------------------------------------------
+
+
+def test_tile_choice_follows_the_size() -> None:
+    h200 = Target.of("sm_90")
+    small = linear.choose_tile(h200, 64, (256,), 256)
+    large = linear.choose_tile(h200, 131_072, (256,), 64)
+    assert linear.TILES[small].rows * linear.TILES[small].columns <= 16 * 32
+    assert large == "128x128"
+    assert linear.choose_tile(h200, 64, (256,), 256) == small
+
+
+def test_slices_only_for_long_sums() -> None:
+    h200 = Target.of("sm_90")
+    assert linear.choose_slices(h200, "64x64", 128, (256,), 256) == 1
+    many = linear.choose_slices(h200, "64x64", 128, (256,), 131_072)
+    assert 16 <= many <= 64
+    assert linear.choose_slices(h200, "64x64", 4096, (4096,), 131_072) == 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _errors() -> list[tuple[str, Any]]:
+    def t(p: Program, *shape: int, dtype: Any = np.float32) -> Tensor:
+        return p.tensor(f"t{len(p.storages)}", shape, dtype)
+
+    def inside(p: Program) -> Any:
+        whole = t(p, 4, 10)
+        return linear.forward(p, whole.columns(0, 6), t(p, 5, 6), None, whole.columns(5, 10))
+
+    return [
+        (
+            r"w is 't0' \[5, 7\], expected \[5, 6\]: x is 't1' \[4, 6\] and y is 't2' \[4, 5\]",
+            lambda p: linear.forward(p, w=t(p, 5, 7), x=t(p, 4, 6), y=t(p, 4, 5), b=None),
+        ),
+        (
+            r"x2 is 't1' \[3, 2\], expected \[4, 2\]: y is 't3'",
+            lambda p: linear.forward(p, (t(p, 4, 6), t(p, 3, 2)), t(p, 5, 8), None, t(p, 4, 5)),
+        ),
+        (
+            r"b is 't2' \[4\], expected \[5\]: y is 't3'",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), t(p, 4), t(p, 4, 5)),
+        ),
+        (
+            r"of float64, expected float32",
+            lambda p: linear.forward(p, t(p, 4, 6, dtype=float), t(p, 5, 6), None, t(p, 4, 5)),
+        ),
+        (r"x is 't0' \[6\], expected a matrix", lambda p: linear.forward(p, t(p, 6), t(p, 5, 6), None, t(p, 4, 5))),
+        (r"y 't0' \[4, 5\] overlaps x 't0' \[4, 6\]", inside),
+        (
+            r"accumulate=True cannot go with activation='elu'",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="elu", accumulate=True),
+        ),
+        (
+            r"unknown activation 'gelu', expected one of",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="gelu"),  # type: ignore[arg-type]
+        ),
+        (
+            r"unknown tile '8x8'",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), tile="8x8"),
+        ),
+        (
+            r"dy is 't0' \[4, 5\] but w is 't1' \[5, 6\] beside 't2' \[5, 6\]; give one of each or a pair of each",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), (t(p, 5, 6), t(p, 5, 6)), t(p, 4, 6)),
+        ),
+        (
+            r"w2 is 't3' \[3, 6\], expected \[2, 6\]: dy2 is 't1' \[4, 2\]",
+            lambda p: linear.backward_dx(p, (t(p, 4, 5), t(p, 4, 2)), (t(p, 5, 6), t(p, 3, 6)), t(p, 4, 6)),
+        ),
+        (
+            r"activation='relu' is the one that made x; pass x as well",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), activation="relu"),
+        ),
+        (
+            r"scale is 't3' \[2\], expected \[1\]",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 2)),
+        ),
+        (
+            r"dw is 't2' \[6, 5\], expected \[5, 6\]: dy is 't0' \[4, 5\] and x is 't1' \[4, 6\]",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 6, 5)),
+        ),
+        (
+            r"db is 't3' \[6\], expected \[5\]",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), t(p, 6)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("message", "call"), _errors())
+def test_errors_name_both_sides(message: str, call: Any) -> None:
+    program = Program(Target.of("sm_90"))
+    with pytest.raises(ProgramError, match=message):
+        call(program)
+    assert not program.launches

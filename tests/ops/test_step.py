@@ -1,0 +1,236 @@
+"""Both ends of a replay: signal rows in, counters on, telemetry rows out."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fxengine.driver import Device
+from fxengine.graphs import MAPPED, Plan, Program, Tensor
+from fxengine.ops import step
+
+SLOTS, ROWS = 96, 4
+STRIDE = SLOTS + 32
+
+
+@dataclass(frozen=True)
+class _Guard:
+    skip: Tensor
+    group_mask: Tensor
+
+
+class Replay:
+    """A program of the two ends alone: the snapshot of the signals is its telemetry."""
+
+    def __init__(
+        self, device: Device, *, guard: bool = True, counters: tuple[int, ...] = (0, 0, 0, 7), slots: int = SLOTS
+    ) -> None:
+        program = Program(device.target)
+        self.slots = slots
+        self.counters = program.tensor("counters", (4,), np.uint64, arena="state", data=np.array(counters, np.uint64))
+        self.snapshot = program.tensor("signals", (slots,), arena="state", data=np.full(slots, -1.0, np.float32))
+        zero = np.zeros(1, np.uint32)
+        self.guard = _Guard(
+            program.tensor("skip", (1,), np.uint32, arena="state", data=zero),
+            program.tensor("mask", (1,), np.uint64, arena="state", data=zero.astype(np.uint64)),
+        )
+        stride = slots + 32 * (-(-slots // 1024))
+        ring = program.tensor("signal ring", (ROWS, stride), arena=MAPPED)
+        rows = program.tensor("telemetry ring", (ROWS, 32 + 4 * slots), np.uint8, arena=MAPPED)
+        head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
+        step.begin(program, ring=ring, counters=self.counters, signals=self.snapshot)
+        step.end(
+            program,
+            values=self.snapshot,
+            counters=self.counters,
+            ring=rows,
+            head=head,
+            guard=self.guard if guard else None,
+        )
+        self.plan = Plan(program, device, guard=True)
+        self.stream = device.stream()
+        self.graph = self.plan.capture(stream=self.stream)
+        self.rows = self.plan.mapped("signal ring").array.view(np.float32).reshape(ROWS, stride)
+        self.masks = self.rows[:, slots:].view(np.uint32)
+        self.telemetry = self.plan.mapped("telemetry ring").array.reshape(ROWS, -1)
+        self.head = self.plan.mapped("head").array.view(np.uint64)
+        self.rows[:] = 0
+        self.telemetry[:] = 0xEE
+        self.head[:] = 0
+
+    def launch(self, replays: int = 1) -> None:
+        for _ in range(replays):
+            self.graph.launch(stream=self.stream)
+        self.stream.synchronize()
+        self.plan.check_guards()
+
+    def signals(self) -> np.ndarray:
+        return self.plan.buffer(self.snapshot).read()
+
+    def counts(self) -> list[int]:
+        return [int(x) for x in self.plan.buffer(self.counters).read()]
+
+    def row(self, sequence: int) -> tuple[list[int], np.ndarray]:
+        row = self.telemetry[(sequence - 1) % ROWS]
+        return [int(x) for x in row[:32].view(np.uint64)], row[32:].view(np.float32).copy()
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.graph.close()
+        self.stream.close()
+        self.plan.close()
+
+
+def test_each_replay_reads_its_own_row(device: Device) -> None:
+    with Replay(device) as replay:
+        replay.masks[:] = 0xFFFFFFFF
+        for r in range(ROWS):
+            replay.rows[r, :SLOTS] = 1000 * r + np.arange(SLOTS)
+        replay.launch(ROWS)  # queued together: no row may be seen by a neighbour
+        for sequence in range(1, ROWS + 1):
+            header, values = replay.row(sequence)
+            assert header[0] == sequence
+            np.testing.assert_array_equal(values, 1000 * (sequence - 1) + np.arange(SLOTS))
+        replay.rows[0, :SLOTS] = 5.0
+        replay.launch()
+        np.testing.assert_array_equal(replay.signals(), np.full(SLOTS, 5.0))
+        assert replay.head[0] == ROWS + 1
+
+
+def test_only_marked_slots_change(device: Device) -> None:
+    with Replay(device) as replay:
+        replay.rows[:, :SLOTS] = np.arange(SLOTS)
+        marked = np.array([0, 1, 31, 32, 63, 64, 95])
+        for slot in marked:
+            replay.masks[0, slot // 32] |= np.uint32(1 << (slot % 32))
+        replay.launch()
+        expected = np.full(SLOTS, -1.0)
+        expected[marked] = marked
+        np.testing.assert_array_equal(replay.signals(), expected)
+        replay.launch()  # row 1 has an empty mask
+        np.testing.assert_array_equal(replay.signals(), expected)
+
+
+@pytest.mark.parametrize("slots", [32, 512, 1024, 1056, 2048])
+def test_any_number_of_slots(device: Device, slots: int) -> None:
+    with Replay(device, slots=slots) as replay:
+        replay.rows[0, :slots] = np.arange(slots)
+        replay.masks[0, : slots // 32] = 0xAAAAAAAA
+        replay.launch()
+        np.testing.assert_array_equal(replay.signals(), np.where(np.arange(slots) % 2 == 1, np.arange(slots), -1))
+
+
+def test_bits_pass_unchanged(device: Device) -> None:
+    with Replay(device) as replay:
+        bits = np.array([0x7FC00001, 0xFF800000, 0x80000000, 1], np.uint32)
+        replay.rows[0, :4].view(np.uint32)[:] = bits
+        replay.masks[0, 0] = 0xF
+        replay.launch()
+        np.testing.assert_array_equal(replay.signals()[:4].view(np.uint32), bits)
+
+
+def test_counters_and_header(device: Device) -> None:
+    with Replay(device) as replay:
+        replay.launch(2)
+        assert replay.counts() == [2, 2, 0, 7]
+        replay.plan.buffer(replay.guard.skip).write(np.ones(1, np.uint32))
+        replay.plan.buffer(replay.guard.group_mask).write(np.array([1 << 40 | 5], np.uint64))
+        replay.launch()
+        assert replay.counts() == [3, 2, 1, 7]
+        assert replay.row(3)[0] == [3, 2, 1, 1 << 40 | 5]
+        assert replay.row(2)[0] == [2, 2, 0, 0]
+        replay.plan.buffer(replay.guard.skip).write(np.zeros(1, np.uint32))
+        replay.launch()
+        assert replay.counts() == [4, 3, 1, 7]
+
+
+def test_without_an_optimizer_t_stands(device: Device) -> None:
+    with Replay(device, guard=False, counters=(0, 11, 2, 7)) as replay:
+        replay.launch(3)
+        assert replay.counts() == [3, 11, 2, 7]
+        assert replay.row(3)[0] == [3, 11, 2, 0]
+
+
+def test_counters_carry_into_the_high_word(device: Device) -> None:
+    start = 2**32 - 2
+    with Replay(device, counters=(start, start, start, 7)) as replay:
+        replay.masks[:] = 0xFFFFFFFF
+        for r in range(ROWS):
+            replay.rows[r, :SLOTS] = r
+        replay.launch(3)
+        assert replay.counts() == [start + 3, start + 3, start, 7]
+        for sequence in range(start + 1, start + 4):
+            header, values = replay.row(sequence)
+            assert header == [sequence, sequence, start, 0]
+            np.testing.assert_array_equal(values, np.full(SLOTS, (sequence - 1) % ROWS))
+        assert int(replay.head[0]) == start + 3
+
+
+def test_rows_stay_until_the_ring_comes_round(device: Device) -> None:
+    with Replay(device) as replay:
+        replay.launch(ROWS + 2)
+        assert sorted(replay.row(s)[0][0] for s in range(1, ROWS + 1)) == [3, 4, 5, 6]
+
+
+def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
+    """A thread copies the row that is being overwritten; what the sequence numbers let pass must be whole."""
+    slots, replays = 2048, 300
+    with Replay(device, slots=slots) as replay:
+        replay.masks[:] = 0xFFFFFFFF
+        stop = threading.Event()
+        torn: list[int] = []
+        accepted = 0
+
+        def read() -> None:
+            nonlocal accepted
+            row = replay.telemetry[0]
+            header, body = row[:8].view(np.uint64), row[32:].view(np.float32)
+            while not stop.is_set():
+                before = int(header[0])
+                copy = body.copy()
+                if before == int(header[0]) and before % ROWS == 1 and before < 2**32:
+                    accepted += 1
+                    if (copy != before).any():
+                        torn.append(before)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            for sequence in range(1, replays + 1):
+                replay.rows[(sequence - 1) % ROWS, :slots] = sequence
+                replay.launch()
+        finally:
+            stop.set()
+            reader.join()
+        assert not torn
+        assert accepted > 10
+
+
+def test_shapes_are_checked(device: Device) -> None:
+    program = Program(device.target)
+    counters = step.declare_counters(program, seed=3)
+    signals = program.tensor("signals", (64,))
+    head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
+    with pytest.raises(ValueError, match="66 words"):
+        step.begin(program, ring=program.tensor("r", (4, 65), arena=MAPPED), counters=counters, signals=signals)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        step.begin(
+            program, ring=program.tensor("r2", (4, 99), arena=MAPPED), counters=counters, signals=signals.rows(0, 33)
+        )
+    with pytest.raises(ValueError, match="needs 288 bytes"):
+        step.end(
+            program,
+            values=signals,
+            counters=counters,
+            ring=program.tensor("t", (4, 280), np.uint8, arena=MAPPED),
+            head=head,
+        )
+    with pytest.raises(ValueError, match="uint64"):
+        step.begin(program, ring=signals, counters=signals, signals=signals)
+    with pytest.raises(ValueError, match="64 bits"):
+        step.declare_counters(program, seed=-1)

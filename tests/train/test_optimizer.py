@@ -1,0 +1,337 @@
+"""Norms, the non-finite guard, clipping and Adam against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxengine.driver import Device
+from fxengine.graphs import Plan, Program, Tensor
+from fxengine.signals import SLOTS, SignalMap
+from fxengine.train.groups import ParamGroup, ParamSpec
+from fxengine.train.optimizer import Hyper, optimize, reference_adam, reference_norms
+from tests.support import assert_close
+
+GROUPS = {0: "trunk", 7: "curiosity", 8: "aux_trunk", 10: "decoders"}
+SHAPES: dict[int, list[tuple[int, ...]]] = {
+    0: [(17, 9), (17,), (3, 683)],
+    7: [(1, 1)],
+    8: [(64, 64), (64,), (33, 128), (5,)],
+    10: [(2,), (1, 3)],
+}
+BUFFERS = ("params", "grads", "m", "v")
+
+
+class Case:
+    """An optimizer over some groups, its buffers filled at random, run as often as wanted."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        shapes: Mapping[int, Sequence[tuple[int, ...]]] = SHAPES,
+        signals: Mapping[str, float] | None = None,
+        t: int = 0,
+        seed: int = 0,
+    ) -> None:
+        program = Program(device.target)
+        self.map = SignalMap({g: GROUPS.get(g, f"g{g}") for g in shapes})
+        values = np.zeros(SLOTS, np.float32)
+        for slot in self.map.slots.values():
+            values[slot.index] = slot.default
+        for name, value in (signals or {}).items():
+            for slot in self.map.expand(name):
+                values[slot.index] = value
+        self.values = values
+        self.snapshot = program.tensor("signals", (SLOTS,), arena="state", data=values)
+        self.counters = program.tensor(
+            "counters", (4,), np.uint64, arena="state", data=np.array([t, t, 0, 0], np.uint64)
+        )
+        self.groups = [
+            ParamGroup(program, self.map.groups[g], g, [ParamSpec(f"g{g}.{i}", s) for i, s in enumerate(specs)])
+            for g, specs in shapes.items()
+        ]
+        self.norms = {g.name: program.tensor(f"norm.{g.name}", (1,)) for g in self.groups}
+        self.guard = optimize(program, self.groups, signal=self._signal, counters=self.counters, norms=self.norms)
+        self.plan = Plan(program, device, guard=True)
+        self.stream = device.stream()
+        rng = np.random.default_rng(seed)
+        for group in self.groups:
+            for name in BUFFERS:
+                self.fill(group, name, rng)
+
+    def _signal(self, name: str) -> Tensor:
+        index = self.map.slot(name).index
+        return self.snapshot.rows(index, index + 1)
+
+    def fill(self, group: ParamGroup, name: str, rng: np.random.Generator) -> None:
+        """Random contents with zero padding; v is not negative."""
+        whole = np.zeros(group.size, np.float32)
+        for p in group.parameters:
+            size = int(np.prod(p.shape))
+            data = rng.normal(size=size)
+            whole[p.offset : p.offset + size] = data**2 if name == "v" else data
+        self.plan.buffer(getattr(group, name)).write(whole)
+
+    def put(self, name: str, value: float, *, at: int = -1, which: str = "grads") -> None:
+        """Overwrite one element of a parameter's buffer."""
+        group, p = next((g, p) for g in self.groups for p in g.parameters if p.name == name)
+        whole = self.plan.buffer(getattr(group, which)).read()
+        flat = whole[p.offset : p.offset + int(np.prod(p.shape))]
+        flat[at] = value
+        self.plan.buffer(getattr(group, which)).write(whole)
+
+    def run(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.plan.run(stream=self.stream)
+        self.stream.synchronize()
+        self.plan.check_guards()
+
+    def state(self) -> dict[str, dict[str, np.ndarray]]:
+        """Every tensor's four arrays."""
+        result: dict[str, dict[str, np.ndarray]] = {}
+        for group in self.groups:
+            whole = {name: self.plan.buffer(getattr(group, name)).read() for name in BUFFERS}
+            for p in group.parameters:
+                size = int(np.prod(p.shape))
+                result[p.name] = {
+                    name: array[p.offset : p.offset + size].reshape(p.shape) for name, array in whole.items()
+                }
+        return result
+
+    def bits(self) -> dict[str, bytes]:
+        """Whole buffers, padding included."""
+        return {
+            f"{g.name}.{name}": self.plan.buffer(getattr(g, name)).read().tobytes()
+            for g in self.groups
+            for name in BUFFERS
+        }
+
+    def read(self, tensor: Tensor) -> Any:
+        return self.plan.buffer(tensor).read()
+
+    def hyper(self, group: ParamGroup, scale: float) -> Hyper:
+        def value(name: str) -> float:
+            return float(self.values[self.map.slot(name).index])
+
+        return Hyper(
+            lr=value(f"lr.{group.name}"),
+            scale=scale,
+            beta1=value("beta1"),
+            beta2=value("beta2"),
+            eps=value("adam_eps"),
+            weight_decay=value("weight_decay"),
+            floor=value("eps_clamp_floor"),
+            weight=value(f"bound.weight.{group.name}"),
+            m=value(f"bound.adam_m.{group.name}"),
+            v=value(f"bound.adam_v.{group.name}"),
+            grad=value(f"bound.grad.{group.name}"),
+        )
+
+    def check(self, before: dict[str, dict[str, np.ndarray]], t: int) -> None:
+        """Norms, scales and every updated tensor against float64."""
+        grads = [np.concatenate([before[p.name]["grads"].ravel() for p in g.parameters]) for g in self.groups]
+        clips = [float(self.values[self.map.slot(f"clip.{g.name}").index]) for g in self.groups]
+        norms, scales = reference_norms(grads, clips)
+        assert_close([self.read(self.norms[g.name])[0] for g in self.groups], norms, factor=1, name="norms")
+        assert_close(self.read(self.guard.scales), scales, factor=1, name="scales")
+        assert self.read(self.guard.skip)[0] == self.read(self.guard.group_mask)[0] == 0
+        after = self.state()
+        for group, scale in zip(self.groups, scales, strict=True):
+            hyper = self.hyper(group, float(scale))
+            for p in group.parameters:
+                old, new = before[p.name], after[p.name]
+                w, m, v = reference_adam(old["params"], old["grads"], old["m"], old["v"], t=t, hyper=hyper)
+                assert_close(new["m"], m, factor=8, atol=1e-6, name=f"{p.name} m")
+                assert_close(new["v"], v, factor=8, atol=1e-6, name=f"{p.name} v")
+                assert_close(new["params"], w, factor=8, atol=1e-6, name=f"{p.name} w")
+                moved, expected = new["params"].astype(np.float64) - old["params"], w - old["params"]
+                slack = 2.0**-24 * (np.abs(old["params"]) + np.abs(new["params"]))
+                error = np.maximum(0, np.abs(moved - expected) - slack) / max(np.abs(expected).max(), 1e-6)
+                assert error.max() <= 1e-5, f"{p.name}: update off by {error.max()}"
+                np.testing.assert_array_equal(new["grads"].view(np.uint32), old["grads"].view(np.uint32))
+
+    def __enter__(self) -> Case:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stream.close()
+        self.plan.close()
+
+
+@pytest.mark.parametrize("t", [0, 1, 99, 2**32 + 5])
+def test_defaults(device: Device, t: int) -> None:
+    with Case(device, t=t) as case:
+        before = case.state()
+        case.run()
+        case.check(before, t + 1)
+        assert [n.name for n in case.plan.nodes] == ["norm", "adam"]
+
+
+@settings(max_examples=12)
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4, 5, 1023, 1024, 1025, 4095, 4096, 4097, 9000]), min_size=1, max_size=4),
+    matrix=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_sizes_around_tile_edges(device: Device, sizes: list[int], matrix: bool, seed: int) -> None:
+    shapes = {g: [(1, n) if matrix else (n,)] for g, n in enumerate(sizes)}
+    with Case(device, shapes=shapes, signals={"weight_decay": 0.1, "clip": 1e9}, seed=seed) as case:
+        before = case.state()
+        case.run()
+        case.check(before, 1)
+
+
+@settings(max_examples=15)
+@given(
+    beta1=st.sampled_from([0.0, 0.5, 0.9]),
+    beta2=st.sampled_from([0.0, 0.9, 0.999]),
+    eps=st.sampled_from([1e-8, 1e-3]),
+    decay=st.sampled_from([0.0, 0.1]),
+    floor=st.sampled_from([0.0, 0.2, 1.0]),
+    bounds=st.tuples(*[st.sampled_from([0.0, 0.05, 0.5]) for _ in range(4)]),
+    clip=st.sampled_from([0.0, 0.01, 1.0, 1e6]),
+    t=st.sampled_from([0, 9]),
+)
+def test_every_scalar_counts(
+    device: Device,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    floor: float,
+    bounds: tuple[float, float, float, float],
+    clip: float,
+    t: int,
+) -> None:
+    shapes = {0: [(9, 5), (9,)], 8: [(3, 7), (2,)]}
+    families = dict(zip(("weight", "adam_m", "adam_v", "grad"), bounds, strict=True))
+    signals = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "adam_eps": eps,
+        "weight_decay": decay,
+        "eps_clamp_floor": floor,
+        "clip": clip,
+        "lr.trunk": 0.02,
+        "lr.aux_trunk": 0.005,
+        "clip.trunk": clip * 0.5,
+        **{f"bound.{family}.{group}": b for family, b in families.items() for group in ("trunk", "aux_trunk")},
+    }
+    with Case(device, shapes=shapes, signals=signals, t=t) as case:
+        before = case.state()
+        case.run()
+        case.check(before, t + 1)
+
+
+def test_bounds_are_those_of_the_own_group_and_vectors_stay_free(device: Device) -> None:
+    shapes = {0: [(4, 4), (4,)], 8: [(4, 4), (4,)]}
+    with Case(device, shapes=shapes, signals={"eps_clamp_floor": 0.0, "bound.weight.aux_trunk": 0.25}) as case:
+        case.run()
+        after = case.state()
+        assert np.abs(after["g8.0"]["params"]).max() == np.float32(0.25)
+        for free in ("g0.0", "g0.1", "g8.1"):
+            assert np.abs(after[free]["params"]).max() > 0.3
+
+
+def test_a_known_bound_is_never_below_the_floor(device: Device) -> None:
+    shapes = {0: [(64, 64)]}
+    with Case(device, shapes=shapes, signals={"eps_clamp_floor": 1.0, "bound.weight.trunk": 1e-3}) as case:
+        case.run()
+        assert np.abs(case.state()["g0.0"]["params"]).max() == 1.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["g0.2", "g7.0", "g8.1", "g10.0"])
+def test_one_bad_gradient_stops_every_group(device: Device, name: str, bad: float) -> None:
+    with Case(device) as case:
+        case.put(name, bad)
+        before = case.bits()
+        case.run(2)
+        assert case.bits() == before
+        group = int(name[1:].split(".")[0])
+        assert case.read(case.guard.skip)[0] == 1
+        assert int(case.read(case.guard.group_mask)[0]) == 1 << group
+        case.put(name, 0.5)  # the guard lets go at once
+        clean = case.state()
+        case.run()
+        case.check(clean, 1)
+
+
+def test_the_mask_names_every_group(device: Device) -> None:
+    with Case(device) as case:
+        case.put("g7.0", np.nan)
+        case.put("g10.1", np.inf, at=0)
+        case.run()
+        assert int(case.read(case.guard.group_mask)[0]) == 1 << 7 | 1 << 10
+        assert np.isfinite(case.read(case.norms["trunk"])[0])
+        assert np.isnan(case.read(case.norms["curiosity"])[0])
+        assert np.isposinf(case.read(case.norms["decoders"])[0])
+
+
+def test_a_large_finite_norm_is_no_fault(device: Device) -> None:
+    """Its square, and even the norm itself, leaves float32; the update is clipped, not skipped."""
+    with Case(device, shapes={0: [(4, 8)], 8: [(3,)]}) as case:
+        whole = np.full(32, 3e38, np.float32)
+        case.plan.buffer(case.groups[0].grads).write(whole)
+        before = case.state()
+        case.run()
+        assert case.read(case.guard.skip)[0] == 0
+        assert np.isposinf(case.read(case.norms["trunk"])[0])  # 1.7e39
+        _, scales = reference_norms([whole], [1.0])
+        assert_close(case.read(case.guard.scales)[:1], scales, factor=4096, atol=0.0)  # a denormal
+        after = case.state()["g0.0"]
+        m = 0.9 * before["g0.0"]["m"].astype(np.float64) + 0.1 / np.sqrt(32)
+        assert_close(after["m"], m, factor=4096)
+
+
+def test_tiny_gradients_are_counted(device: Device) -> None:
+    with Case(device, shapes={0: [(2, 2)]}) as case:
+        case.plan.buffer(case.groups[0].grads).write(np.full(4, 1e-30, np.float32))
+        case.run()
+        assert_close(case.read(case.norms["trunk"]), np.array([2e-30]), atol=0.0, factor=4)
+        assert case.read(case.guard.scales)[0] == 1.0
+
+
+def test_padding_stays_zero(device: Device) -> None:
+    with Case(device, signals={"weight_decay": 0.5}) as case:
+        case.run(3)
+        for group in case.groups:
+            used = np.zeros(group.size, bool)
+            for p in group.parameters:
+                used[p.offset : p.offset + int(np.prod(p.shape))] = True
+            for name in BUFFERS:
+                whole = case.read(getattr(group, name))
+                np.testing.assert_array_equal(whole[~used].view(np.uint32), 0)
+
+
+def test_same_bits_twice_and_in_a_graph(device: Device) -> None:
+    results = []
+    for captured in (False, False, True):
+        with Case(device) as case:
+            if captured:
+                with case.plan.capture(stream=case.stream) as graph:
+                    for _ in range(3):
+                        graph.launch(stream=case.stream)
+                    case.stream.synchronize()
+            else:
+                case.run(3)
+            results.append((case.bits(), case.read(case.guard.scales).tobytes()))
+    assert results[0] == results[1] == results[2]
+
+
+def test_groups_are_checked(device: Device) -> None:
+    program = Program(device.target)
+    groups = [ParamGroup(program, name, 3, [ParamSpec(name, (2,))]) for name in ("a", "b")]
+    counters = program.tensor("counters", (4,), np.uint64)
+    signal = program.tensor("signal", (1,))
+    norms = {g.name: program.tensor(f"n.{g.name}", (1,)) for g in groups}
+    with pytest.raises(ValueError, match=r"distinct indices.*\[3, 3\]"):
+        optimize(program, groups, signal=lambda name: signal, counters=counters, norms=norms)
+    with pytest.raises(ValueError, match="distinct indices"):
+        optimize(program, [], signal=lambda name: signal, counters=counters, norms=norms)

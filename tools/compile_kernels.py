@@ -1,0 +1,140 @@
+"""Compile every kernel for every supported architecture, without a GPU, and show what each one takes.
+
+    python tools/compile_kernels.py                              # all of fxengine/cu
+    python tools/compile_kernels.py linear_dw.cu --arch sm_90 --json
+
+Exit status 1 if a file does not compile or a kernel spills registers to memory (unless `ALLOWED_SPILLS` says why it
+may): a spill costs time on every step and is invisible in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from fxengine.driver.compiler import KernelUsage, compile_report
+from fxengine.driver.errors import FxError
+from fxengine.driver.source import KERNEL_FOLDER, KernelSource
+
+#: A data-centre and a consumer card of every generation that the project supports.
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+#: (kernel, architecture) -> why this kernel may spill there.
+ALLOWED_SPILLS: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file compiled for one architecture.
+
+    Attributes:
+        source: name of the .cu file.
+        arch: architecture, "sm_90".
+        kernels: what each kernel takes; empty if the file did not compile.
+        error: the compiler's message, or None.
+    """
+
+    source: str
+    arch: str
+    kernels: tuple[KernelUsage, ...]
+    error: str | None = None
+
+
+def sources(names: Sequence[str] = ()) -> list[str]:
+    """The given .cu files (of fxengine/cu, or anywhere), or all of fxengine/cu."""
+    if not names:
+        return sorted(path.name for path in KERNEL_FOLDER.glob("*.cu"))
+    return [name if (KERNEL_FOLDER / name).is_file() else str(Path(name).resolve()) for name in names]
+
+
+def compile_one(name: str, arch: str) -> Result:
+    """Compile one file for one architecture."""
+    short = Path(name).name
+    try:
+        return Result(short, arch, tuple(compile_report(KernelSource.load(name), arch)))
+    except FxError as error:
+        return Result(short, arch, (), str(error))
+
+
+def compile_all(names: Sequence[str], archs: Sequence[str] = ARCHS, *, jobs: int = 1) -> list[Result]:
+    """Compile files for architectures in `jobs` processes (NVRTC runs one compilation per process at a time)."""
+    tasks = [(name, arch) for name in names for arch in archs]
+    if jobs == 1 or len(tasks) == 1:
+        return [compile_one(name, arch) for name, arch in tasks]
+    # Spawned, not forked: the parent may have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
+        return list(pool.map(compile_one, *zip(*tasks, strict=True)))
+
+
+def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] = ALLOWED_SPILLS) -> list[str]:
+    """What makes the check fail: errors, files without a kernel, spills that nobody gave a reason for."""
+    found = []
+    for result in results:
+        where = f"{result.source} for {result.arch}"
+        if result.error is not None:
+            found.append(f"{where}: {result.error}")
+        elif not result.kernels:
+            found.append(f"{where}: no kernel was found in the compiler's report")
+        found += [
+            f"{where}: {use.kernel} spills ({use.spill_stores} bytes stored, {use.spill_loads} loaded, "
+            f"{use.registers} registers); lower its register use, or give a reason in ALLOWED_SPILLS"
+            for use in result.kernels
+            if (use.spill_stores or use.spill_loads) and (use.kernel, result.arch) not in allowed
+        ]
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Kernels by architectures: registers per thread, bytes of static shared memory, bytes spilled."""
+    archs = list(dict.fromkeys(result.arch for result in results))
+    cells = {(use.kernel, result.arch): use for result in results for use in result.kernels}
+    kernels = list(dict.fromkeys(kernel for kernel, _ in cells))
+    width = max([len(kernel) for kernel in kernels] + [len("kernel")])
+    lines = [
+        " ".join([" " * width, *(f"| {arch:<23}" for arch in archs)]).rstrip(),
+        " ".join([f"{'kernel':<{width}}", *(["| regs shared  spill st/ld"] * len(archs))]),
+    ]
+    for kernel in kernels:
+        row = [f"{kernel:<{width}}"]
+        for arch in archs:
+            use = cells.get((kernel, arch))
+            if use is None:
+                row.append(f"| {'-':<23}")
+                continue
+            spill = f"{use.spill_stores}/{use.spill_loads}"
+            row.append(f"| {use.registers:>4} {use.shared:>6} {spill:>12}")
+        lines.append(" ".join(row))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the kernels for every architecture and check for spills.")
+    parser.add_argument("files", nargs="*", help=".cu files, by name in fxengine/cu or by path (default: all)")
+    parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(argv)
+
+    results = compile_all(sources(options.files), options.arch, jobs=options.jobs)
+    failures = problems(results)
+    if options.json:
+        print(json.dumps({"results": [asdict(r) for r in results], "problems": failures}, indent=1))
+    else:
+        print(table(results))
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
