@@ -74,68 +74,44 @@ struct C51Losses {
     float distill;
 };
 
-// One branch of one row: what fx_c51 reads from its record before fx_wait(), so that no load of a pointer stands
-// between the end of the previous kernel and the first load of data.
+// One branch of one row: what its first loads need, read from the record before fx_wait(), so that no load of a pointer
+// stands between the end of the previous kernel and the first load of data. The rest is read where it is used: held in
+// registers from the start it would be spilled.
 struct C51Branch {
     const float* v;
     const float* adv;  // [n, atoms]
-    const float* q;    // [n]
-    const float* lse;  // [n]
     const float* v_target;
     const float* adv_target;
     const float* lse_target;
-    const float* theta;  // of action 0, quantiles ld_theta apart, or null
     const int* action;
     const int* best;
-    const float* reward;
-    const float* discount;
-    const float* weight;
-    const float* w_c51;
-    const float* w_cql;
-    const float* w_distill;
-    float* dadv;  // [n, atoms] or null
-    long long ld_theta;
     int n;
     int atoms;
-    int quantiles;
+    int offset;
     float v_min;
-    float v_max;
     float spacing;
-    float share;  // 1 / (rows D)
 
     __device__ __forceinline__ float z(int k) const { return v_min + static_cast<float>(k) * spacing; }
 };
 
 __device__ __forceinline__ C51Branch c51_select(const C51& record, long long row, int d) {
-    const int offset = record.offset[d];
     C51Branch b;
+    b.offset = record.offset[d];
     b.v = record.v + row * record.ld_v;
     b.adv = record.adv[d] + row * record.ld_adv[d];
-    b.q = record.q + row * record.ld_q + offset;
-    b.lse = record.lse + row * record.ld_lse + offset;
     b.v_target = record.v_target + row * record.ld_v_target;
     b.adv_target = record.adv_target[d] + row * record.ld_adv_target[d];
-    b.lse_target = record.lse_target + row * record.ld_lse_target + offset;
-    b.quantiles = record.quantiles;
-    b.ld_theta = record.ld_theta;
-    b.theta = record.theta != nullptr ? record.theta + row * b.quantiles * b.ld_theta + offset : nullptr;
+    b.lse_target = record.lse_target + row * record.ld_lse_target + b.offset;
     b.action = record.actions + row * record.ld_actions + d;
     b.best = record.best + row * record.ld_best + d;
-    b.reward = record.reward + row;
-    b.discount = record.discount + row;
-    b.weight = record.weight + row;
-    b.w_c51 = record.w_c51;
-    b.w_cql = record.w_cql;
-    b.w_distill = record.w_distill;
-    b.dadv = record.dadv[d] != nullptr ? record.dadv[d] + row * record.ld_dadv[d] : nullptr;
     b.n = record.sizes[d];
     b.atoms = record.atoms;
     b.v_min = record.v_min;
-    b.v_max = record.v_max;
     b.spacing = record.spacing;
-    b.share = fx_divide(1.0f, static_cast<float>(record.rows) * static_cast<float>(record.branches));
     return b;
 }
+
+__device__ __forceinline__ float c51_signal(const float* signal) { return signal != nullptr ? *signal : 0.0f; }
 
 __device__ __forceinline__ float c51_nan() { return __uint_as_float(0x7fc00000u); }
 
@@ -162,16 +138,16 @@ __device__ __forceinline__ void c51_base(const float* v, const float* adv, int n
 
 // m for the lane's atoms. `shared`: 32 * CHUNKS floats of this warp's own.
 template <int CHUNKS>
-__device__ __forceinline__ void c51_project(const C51Branch& b, float reward, float* shared, float (&m)[CHUNKS]) {
+__device__ __forceinline__ void c51_project(
+    const C51Branch& b, float reward, float disc, float v_max, float* shared, float (&m)[CHUNKS]) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     const float top = static_cast<float>(b.atoms - 1);
-    const float disc = *b.discount;
     const bool dead = disc == 0.0f;
     // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
     // of v_min nearly cancel.
     const double low = b.v_min;
     const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) *
-                                           ((b.atoms - 1) / (static_cast<double>(b.v_max) - low)));
+                                           ((b.atoms - 1) / (static_cast<double>(v_max) - low)));
     if (!dead) {
         const int best = *b.best;
         const float lse = b.lse_target[best];
@@ -231,62 +207,65 @@ struct C51Slope {
 };
 
 template <int CHUNKS>
-__device__ __forceinline__ C51Losses c51_branch(const C51Branch& b, float* shared) {
+__device__ __forceinline__ C51Losses c51_branch(const C51& record, const C51Branch& b, long long row, int d, float* shared) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     const int n = b.n, atoms = b.atoms;
     const int action = *b.action;
     const bool known = action >= 0 && action < n;
     const int taken = known ? action : 0;
-    const float weight = *b.weight;
+    const float reward = record.reward[row];
+    const float* q = record.q + row * record.ld_q + b.offset;
+    const float* lse = record.lse + row * record.ld_lse + b.offset;
 
     float base[CHUNKS], m[CHUNKS];
     c51_base<CHUNKS>(b.v, b.adv, n, atoms, base);
-    c51_project<CHUNKS>(b, known ? *b.reward : c51_nan(), shared, m);
+    c51_project<CHUNKS>(b, known ? reward : c51_nan(), record.discount[row], record.v_max, shared, m);
     float entropy = 0.0f, mass = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int k = lane + 32 * c;
         if (k >= atoms) continue;
-        entropy -= m[c] * (base[c] + b.adv[taken * atoms + k] - b.lse[taken]);
+        entropy -= m[c] * (base[c] + b.adv[taken * atoms + k] - lse[taken]);
         mass += m[c];
     }
     C51Losses losses = {};
     losses.c51 = fx_warp_sum(entropy);
     mass = fx_warp_sum(mass);
 
-    const float q_taken = known ? b.q[taken] : c51_nan();
+    const float q_taken = known ? q[taken] : c51_nan();
     float peak = -FX_INF, sum = 0.0f;
-    for (int a = lane; a < n; a += 32) peak = fmaxf(peak, b.q[a]);
+    for (int a = lane; a < n; a += 32) peak = fmaxf(peak, q[a]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, step));
-    for (int a = lane; a < n; a += 32) sum += expf(b.q[a] - peak);
+    for (int a = lane; a < n; a += 32) sum += expf(q[a] - peak);
     const float q_lse = peak + logf(fx_warp_sum(sum));
     losses.cql = q_lse - q_taken;
 
     float gap = 0.0f;
-    if (b.theta != nullptr) {
+    if (record.theta != nullptr) {
+        const long long ld = record.ld_theta;
+        const int quantiles = record.quantiles;
+        const float* theta = record.theta + row * quantiles * ld + b.offset + taken;
         float total = 0.0f;
-        for (int i = lane; i < b.quantiles; i += 32) total += b.theta[i * b.ld_theta + taken];
-        gap = q_taken - fx_divide(fx_warp_sum(total), static_cast<float>(b.quantiles));
+        for (int i = lane; i < quantiles; i += 32) total += theta[i * ld];
+        gap = q_taken - fx_divide(fx_warp_sum(total), static_cast<float>(quantiles));
         losses.distill = 0.5f * gap * gap;
     }
-    if (b.dadv == nullptr) return losses;
+    float* dadv = record.dadv[d];
+    if (dadv == nullptr) return losses;
+    dadv += row * record.ld_dadv[d];
 
-    const float w_c51 = b.w_c51 != nullptr ? *b.w_c51 : 0.0f;
-    const float w_cql = b.w_cql != nullptr ? *b.w_cql : 0.0f;
-    const float w_distill = b.w_distill != nullptr ? *b.w_distill : 0.0f;
+    const float w_c51 = c51_signal(record.w_c51), w_cql = c51_signal(record.w_cql);
+    const float w_distill = c51_signal(record.w_distill);
+    const float share = fx_divide(1.0f, static_cast<float>(record.rows) * static_cast<float>(record.branches));
+    const float factor = w_c51 * record.weight[row] * share;
+    const float chosen = fx_scaled(w_distill, gap);
     const auto slope = [&](int a) {
         const bool here = a == taken;
-        const float q = b.q[a];
-        const float excess = known ? expf(q - q_lse) - (here ? 1.0f : 0.0f) : c51_nan();
-        const float dq = fx_scaled(w_cql, excess) + (here ? fx_scaled(w_distill, gap) : 0.0f);
-        return C51Slope{w_cql != 0.0f || (here && w_distill != 0.0f),
-                        here && w_c51 != 0.0f,
-                        dq * b.share,
-                        q,
-                        b.lse[a],
-                        w_c51 * weight * b.share,
-                        mass};
+        const float excess = known ? expf(q[a] - q_lse) - (here ? 1.0f : 0.0f) : c51_nan();
+        const float dq = (fx_scaled(w_cql, excess) + (here ? chosen : 0.0f)) * share;
+        const bool spread = w_cql != 0.0f || (here && w_distill != 0.0f);
+        return C51Slope{spread, here && w_c51 != 0.0f, dq, q[a], lse[a], factor, mass};
     };
     // Twice over the actions, rather than once with every gradient kept: their mean must be known before the first
     // one is stored, and the second look finds the advantages in the cache.
@@ -307,7 +286,7 @@ __device__ __forceinline__ C51Losses c51_branch(const C51Branch& b, float* share
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const int k = lane + 32 * c, i = a * atoms + k;
-            if (k < atoms) b.dadv[i] = at(base[c] + b.adv[i], b.z(k), m[c]) - over[c] * inverse;
+            if (k < atoms) dadv[i] = at(base[c] + b.adv[i], b.z(k), m[c]) - over[c] * inverse;
         }
     }
     __syncwarp();  // every lane has read the projected probabilities
@@ -328,19 +307,20 @@ extern "C" __global__ void __launch_bounds__(256) fx_c51(const C51* table, int c
     const int local = warp / branches, d = warp - local * branches;
     const int rows = static_cast<int>(record.rows - first < block_rows ? record.rows - first : block_rows);
     const bool works = local < rows;
-    const C51Branch branch = c51_select(record, works ? first + local : 0, d);
+    const long long row = works ? first + local : 0;
+    const C51Branch branch = c51_select(record, row, d);
     fx_wait();
     fx_trigger();
     if (works) {
         C51Losses losses;
         if (atoms <= 32) {
-            losses = c51_branch<1>(branch, atoms_of[warp]);
+            losses = c51_branch<1>(record, branch, row, d, atoms_of[warp]);
         } else if (atoms <= 64) {
-            losses = c51_branch<2>(branch, atoms_of[warp]);
+            losses = c51_branch<2>(record, branch, row, d, atoms_of[warp]);
         } else if (atoms <= 128) {
-            losses = c51_branch<4>(branch, atoms_of[warp]);
+            losses = c51_branch<4>(record, branch, row, d, atoms_of[warp]);
         } else {
-            losses = c51_branch<8>(branch, atoms_of[warp]);
+            losses = c51_branch<8>(record, branch, row, d, atoms_of[warp]);
         }
         if ((threadIdx.x & 31u) == 0) losses_of[warp] = losses;
     }

@@ -23,7 +23,8 @@ __all__ = [
     "supported_archs",
 ]
 
-BASE_OPTIONS = ("--std=c++17", "-DFX_DEVICE=1", "-lineinfo", "--fmad=true")
+# Lambdas inside kernels carry no execution space, and NVRTC 13.0 takes such functions for host functions.
+BASE_OPTIONS = ("--std=c++17", "-DFX_DEVICE=1", "-lineinfo", "--fmad=true", "--device-as-default-execution-space")
 _BUNDLED_SINCE = (13, 3)
 _ERROR_LINE = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
 _CONTEXT = 2
