@@ -229,8 +229,10 @@ def _compare(engine: Engine, file: GoldenFile, limits: Limits) -> tuple[list[Res
         for name in dict.fromkeys([*file.results(step), *computed]):
             full = f"step{step}.out.{name}"
             reason = _reason(file, step, name, name in computed)
-            if reason is None and full not in file:
-                reason = NOT_IN_FILE
+            if full not in file:
+                if reason is None:
+                    missing[full] = NOT_IN_FILE
+                continue
             if reason is not None:
                 missing[full] = reason
                 continue

@@ -69,10 +69,10 @@ def learning_curves(
 
 
 def _training(axis: Any, step: NDArray[np.float64], values: Sequence[float], color: str, label: str) -> None:
-    """Every step faintly, and a mean over 2 % of them on top."""
+    """Every step faintly, and a centred mean over 2 % of them on top."""
     y = np.asarray(values, np.float64)
     window = max(1, len(y) // 50)
     axis.plot(step, y, color=color, alpha=0.2, linewidth=0.5)
     if len(y) >= window:
         smooth = np.convolve(y, np.full(window, 1.0 / window), mode="valid")
-        axis.plot(step[window - 1 :], smooth, color=color, linewidth=1.8, label=label)
+        axis.plot(step[window // 2 :][: len(smooth)], smooth, color=color, linewidth=1.8, label=label)

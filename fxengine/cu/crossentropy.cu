@@ -102,7 +102,7 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
 
     const bool counts = valid && lane == 0;
     if (double* out = record.loss_partials; out != nullptr) {
-        const float loss = distance == 0.0f ? log1pf(rest + (own - 1.0f)) : logf(sum) - distance;
+        const float loss = distance == 0.0f ? log1pf(rest) : logf(sum) - distance;
         const double total = fx_block_sum(counts ? static_cast<double>(loss) : 0.0, losses);
         if (threadIdx.x == 0) out[tile] = total;
     }

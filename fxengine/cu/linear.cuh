@@ -266,7 +266,7 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
 }
 
 // The sum of row threadIdx.x of A over all k (threads below BM; others get 0), from row_sum of fx_linear_product, the
-// threads added in order. Every thread of the block calls it; starts and ends with a barrier.
+// threads added in order. Every thread of the block calls it; it starts with a barrier.
 template <class T>
 __device__ __forceinline__ float fx_linear_row_sums(const float (&row_sum)[4], float* shared) {
     __syncthreads();
@@ -277,6 +277,5 @@ __device__ __forceinline__ float fx_linear_row_sums(const float (&row_sum)[4], f
     if (thread < T::BM) {
         for (int part = 0; part < 1024 / T::BM; ++part) sum += shared[part * T::BM + thread];
     }
-    __syncthreads();
     return sum;
 }

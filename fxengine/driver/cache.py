@@ -51,9 +51,7 @@ class DiskCache:
         name = digest.hexdigest()
         return self.folder / name[:2] / (name[2:] + suffix)
 
-    def get_or_build(
-        self, key_parts: Sequence[str | bytes], suffix: str, build: Callable[[Path], None]
-    ) -> Path:
+    def get_or_build(self, key_parts: Sequence[str | bytes], suffix: str, build: Callable[[Path], None]) -> Path:
         """The file of this key; where there is none, `build(path)` writes it first.
 
         `build` gets a path that does not exist and must create it. What it raises passes through and leaves
@@ -67,8 +65,7 @@ class DiskCache:
             scratch = Path(tempfile.mkdtemp(prefix="build-", dir=final.parent))
         except OSError as error:
             raise FxError(
-                f"the cache folder {self.folder} cannot be written: {error}. Set FXENGINE_CACHE to a "
-                f"folder that can."
+                f"the cache folder {self.folder} cannot be written: {error}. Set FXENGINE_CACHE to a folder that can."
             ) from error
         # A folder of its own for every build: compilers drop further files beside their output.
         temporary = scratch / f"entry{suffix}"

@@ -168,7 +168,7 @@ class Graph(Resource):
         return [(source, target) for source, target, data in self._edges() if int(data.type) == kind]
 
     def node_type(self, node: Any) -> str:
-        """"kernel", "memset", "memcpy", ... in the driver's words."""
+        """ "kernel", "memset", "memcpy", ... in the driver's words."""
         found = self._device.driver.cuGraphNodeGetType(node)
         return found.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
 

@@ -147,9 +147,7 @@ def _compile(source: KernelSource, options: Sequence[str]) -> tuple[bytes, str]:
     """(cubin, log). Headers are passed as text, so that nothing else than what was hashed can be compiled."""
     names = [name.encode() for name, _ in source.headers]
     texts = [text.encode() for _, text in source.headers]
-    status, program = nvrtc.nvrtcCreateProgram(
-        source.text.encode(), source.name.encode(), len(texts), texts, names
-    )
+    status, program = nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(texts), texts, names)
     _succeeded("nvrtcCreateProgram", status)
     try:
         encoded = [option.encode() for option in options]

@@ -31,27 +31,19 @@ _HINTS = {
         "needed, "
         "or look with nvidia-smi for other processes on this GPU."
     ),
-    "CUDA_ERROR_NOT_INITIALIZED": (
-        "cuInit has not run in this process. A forked child must open its own device."
-    ),
+    "CUDA_ERROR_NOT_INITIALIZED": ("cuInit has not run in this process. A forked child must open its own device."),
     "CUDA_ERROR_DEINITIALIZED": "The driver is shutting down: the call came after interpreter exit began.",
     "CUDA_ERROR_STUB_LIBRARY": (
         "The libcuda that was loaded is the toolkit's stub. Remove the 'stubs' folder from LD_LIBRARY_PATH."
     ),
     "CUDA_ERROR_NO_DEVICE": "The driver sees no GPU. Check nvidia-smi and CUDA_VISIBLE_DEVICES.",
-    "CUDA_ERROR_INVALID_DEVICE": (
-        "There is no device of this number. Check CUDA_VISIBLE_DEVICES and nvidia-smi -L."
-    ),
-    "CUDA_ERROR_INVALID_IMAGE": (
-        "The file is no cubin, or it is truncated. Delete the cache folder and run again."
-    ),
+    "CUDA_ERROR_INVALID_DEVICE": ("There is no device of this number. Check CUDA_VISIBLE_DEVICES and nvidia-smi -L."),
+    "CUDA_ERROR_INVALID_IMAGE": ("The file is no cubin, or it is truncated. Delete the cache folder and run again."),
     "CUDA_ERROR_INVALID_CONTEXT": (
-        "This thread has no context, or that of another device. Make the call inside `with "
-        "device.activate():`."
+        "This thread has no context, or that of another device. Make the call inside `with device.activate():`."
     ),
     "CUDA_ERROR_NO_BINARY_FOR_GPU": (
-        "The cubin was compiled for another architecture. Compile for the architecture of this device "
-        "(Device.arch)."
+        "The cubin was compiled for another architecture. Compile for the architecture of this device (Device.arch)."
     ),
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": (
         "PTX of an NVRTC newer than the driver. Load a cubin instead of PTX, or update the NVIDIA driver."
@@ -59,9 +51,7 @@ _HINTS = {
     "CUDA_ERROR_INSUFFICIENT_DRIVER": (
         "The NVIDIA driver is older than this CUDA version needs: update it (CUDA 13 needs driver 580)."
     ),
-    "CUDA_ERROR_INVALID_SOURCE": (
-        "The cubin comes from an NVRTC that this driver does not know. Update the driver."
-    ),
+    "CUDA_ERROR_INVALID_SOURCE": ("The cubin comes from an NVRTC that this driver does not know. Update the driver."),
     "CUDA_ERROR_FILE_NOT_FOUND": "The module file does not exist (was the cache folder deleted meanwhile?).",
     "CUDA_ERROR_INVALID_HANDLE": (
         "The handle belongs to another context or was destroyed. For an event timing: both events need "
@@ -76,9 +66,7 @@ _HINTS = {
     ),
     "CUDA_ERROR_NOT_READY": "The work is still running. Synchronize the stream or the event first.",
     "CUDA_ERROR_ILLEGAL_ADDRESS": f"A kernel read or wrote outside its allocations. {_STICKY}",
-    "CUDA_ERROR_MISALIGNED_ADDRESS": (
-        f"A kernel used an address that its access width does not divide. {_STICKY}"
-    ),
+    "CUDA_ERROR_MISALIGNED_ADDRESS": (f"A kernel used an address that its access width does not divide. {_STICKY}"),
     "CUDA_ERROR_INVALID_ADDRESS_SPACE": f"A kernel used a pointer of the wrong memory space. {_STICKY}",
     "CUDA_ERROR_INVALID_PC": f"A kernel jumped outside its code. {_STICKY}",
     "CUDA_ERROR_ILLEGAL_INSTRUCTION": f"A kernel met an illegal instruction. {_STICKY}",
@@ -110,20 +98,15 @@ _HINTS = {
         "stream wait for it."
     ),
     "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": "A captured operation depends on work from outside the capture.",
-    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": (
-        "The default stream was used during a capture. Use a stream of the device."
-    ),
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": ("The default stream was used during a capture. Use a stream of the device."),
     "CUDA_ERROR_CAPTURED_EVENT": (
         "The event was last recorded inside a capture; it can be neither queried nor waited for."
     ),
     "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": "A capture must end on the thread that began it.",
     "CUDA_ERROR_NOT_SUPPORTED": "This device or driver does not offer the operation.",
-    "CUDA_ERROR_NOT_PERMITTED": (
-        "The operation is not permitted now, for example on an object that is in use."
-    ),
+    "CUDA_ERROR_NOT_PERMITTED": ("The operation is not permitted now, for example on an object that is in use."),
     "CUDA_ERROR_SYSTEM_NOT_READY": (
-        "The system is not ready for CUDA: check the driver and, on NVSwitch machines, the fabric "
-        "manager."
+        "The system is not ready for CUDA: check the driver and, on NVSwitch machines, the fabric manager."
     ),
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": (
         "libcuda and the kernel driver have different versions. Reboot after the driver update, or "
@@ -133,9 +116,7 @@ _HINTS = {
         "The CUDA compatibility package does not support this GPU. Remove it."
     ),
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "Another process holds the GPU in exclusive mode.",
-    "CUDA_ERROR_OPERATING_SYSTEM": (
-        "The operating system refused: check /dev/nvidia* and the container's GPU option."
-    ),
+    "CUDA_ERROR_OPERATING_SYSTEM": ("The operating system refused: check /dev/nvidia* and the container's GPU option."),
     "CUDA_ERROR_UNKNOWN": "The driver gave no reason: check dmesg, /dev/nvidia* and the driver installation.",
 }
 

@@ -127,9 +127,7 @@ class Buffer:
             with device.activate():
                 device.driver.cuMemcpyDtoDAsync(self.address, source.address, self.nbytes, stream.handle)
 
-    def view(
-        self, offset_bytes: int, shape: Sequence[int], dtype: DTypeLike, name: str | None = None
-    ) -> Buffer:
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: DTypeLike, name: str | None = None) -> Buffer:
         """A part of this buffer, from `offset_bytes` on. Raises FxError where it reaches out of it."""
         part = Buffer(self._owner, self._address + offset_bytes, shape, dtype, name or self.name)
         if offset_bytes < 0 or offset_bytes + part.nbytes > self.nbytes:
@@ -159,9 +157,7 @@ class Arena(Resource):
     rank = 4
     handle: Any
 
-    def __init__(
-        self, device: Device, name: str, nbytes: int, guard: bool = False, *, guard_byte: int = 0xFD
-    ) -> None:
+    def __init__(self, device: Device, name: str, nbytes: int, guard: bool = False, *, guard_byte: int = 0xFD) -> None:
         """Allocate `nbytes` bytes; raises CudaError (CUDA_ERROR_OUT_OF_MEMORY) where the device is full."""
         if nbytes <= 0:
             raise FxError(f"arena {name!r}: {nbytes} bytes requested; an arena needs at least one")
@@ -300,5 +296,3 @@ def _aligned(offset: int) -> int:
 
 def _nothing() -> None:
     pass
-
-

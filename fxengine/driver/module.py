@@ -179,9 +179,7 @@ class Kernel:
                 given: tuple[Any, ...] = (config, self.handle, arguments.address, 0)
                 self._device.launch_failed("cuLaunchKernelEx", given, status)
             return
-        status = self._launch(
-            self.handle, gx, gy, gz, bx, by, bz, shared, stream.handle, arguments.address, 0
-        )[0]
+        status = self._launch(self.handle, gx, gy, gz, bx, by, bz, shared, stream.handle, arguments.address, 0)[0]
         if status != SUCCESS:
             given = (self.handle, gx, gy, gz, bx, by, bz, shared, stream.handle, arguments.address, 0)
             self._device.launch_failed("cuLaunchKernel", given, status)

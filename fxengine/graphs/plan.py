@@ -38,8 +38,7 @@ class Plan:
     Args:
         program: the program to place. It must not grow afterwards.
         device: where it runs.
-        guard: put guard words between the buffers of every arena but the zeroed one; `check_guards()` then finds
-            stray writes.
+        guard: put guard words between the buffers of every arena; `check_guards()` then finds stray writes.
 
     Raises:
         ProgramError: a record's fields do not match its kernel's struct.
@@ -102,9 +101,8 @@ class Plan:
 
     def check_guards(self) -> None:
         """Raise if any write went past a buffer (plans made with guard=True)."""
-        for name, arena in self._arenas.items():
-            if name != ZEROED:
-                arena.check_guards()
+        for arena in self._arenas.values():
+            arena.check_guards()
 
     # -- execution ---------------------------------------------------------------------------------------------
 
@@ -163,9 +161,10 @@ class Plan:
             else:
                 by_arena[storage.arena].append(storage)
         for name, storages in by_arena.items():
-            guarded = guard and name != ZEROED  # its one memset covers the whole arena, guard words and all
-            nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guarded)
-            arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guarded)
+            nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guard)
+            # The one memset covers the whole zeroed arena, so its guard words are zeros.
+            pattern = {"guard_byte": 0} if name == ZEROED else {}
+            arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guard, **pattern)
             for storage in storages:
                 self._buffers[storage.name] = arena.place(storage.name, (storage.nbytes,), np.uint8)
         for storage in self.program.storages.values():

@@ -86,9 +86,7 @@ def test_closed_error_names_the_object():
 
 
 def _bindings_that(init: Any, version: int = 13000, count: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(
-        cuInit=init, cuDriverGetVersion=lambda: (OK, version), cuDeviceGetCount=lambda: (OK, count)
-    )
+    return SimpleNamespace(cuInit=init, cuDriverGetVersion=lambda: (OK, version), cuDeviceGetCount=lambda: (OK, count))
 
 
 def _no_library(_: int) -> tuple[Any]:

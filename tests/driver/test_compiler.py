@@ -161,6 +161,6 @@ def test_parsed_layout_is_the_compilers():
     };
     """
     layout = parse_source("probe.cu", text).struct("Mixed")
-    checks = [f"static_assert(sizeof(Mixed) == {layout.dtype.itemsize}, \"size\");"]
+    checks = [f'static_assert(sizeof(Mixed) == {layout.dtype.itemsize}, "size");']
     checks += [f'static_assert(__builtin_offsetof(Mixed, {f.name}) == {f.offset}, "{f.name}");' for f in layout.fields]
     compile_cubin(_source(text + "\n".join(checks)), "sm_90")

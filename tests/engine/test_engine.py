@@ -109,6 +109,7 @@ def test_a_nonfinite_gradient_skips_the_update_bit_for_bit(device: Device, where
             engine.params[where] = good
         engine.write(**rows(CONFIG.batch))
         engine.step()
+        engine.synchronize()
         report = engine.telemetry()
         assert report is not None
         assert (report.step, report.skipped, report.nonfinite_groups) == (2, 1, ())

@@ -124,6 +124,13 @@ def test_a_valid_row_passes_what_is_not_finite(device: Device) -> None:
     case = Case(device, logits, np.array([0, 1, 2, 0]))
     assert np.isnan(case.loss) and np.isnan(case.dlogits[1]).all()
     assert np.isfinite(case.dlogits[[0, 2, 3]]).all()
+    logits[1] = [0.0, np.inf, 0.0]
+    case = Case(device, logits, np.array([0, 1, 2, 0]))
+    assert np.isnan(case.loss) and np.isnan(case.dlogits[1, 1])
+    logits[1] = [0.0, -np.inf, 0.0]
+    case = Case(device, logits, np.array([0, 1, 2, 0]))
+    assert np.isposinf(case.loss)
+    assert_close(case.dlogits[1], [0.125, -0.25, 0.125])
 
 
 def test_weight_zero_is_an_exact_zero(device: Device) -> None:

@@ -296,6 +296,10 @@ def test_tiny_gradients_are_counted(device: Device) -> None:
         case.run()
         assert_close(case.read(case.norms["trunk"]), np.array([2e-30]), atol=0.0, factor=4)
         assert case.read(case.guard.scales)[0] == 1.0
+    with Case(device, shapes={0: [(2, 2)]}, signals={"clip": 1e-6}) as case:
+        case.plan.buffer(case.groups[0].grads).write(np.full(4, 1e-6, np.float32))
+        case.run()
+        assert_close(case.read(case.guard.scales), np.array([1 / 3]), atol=0.0)  # 1e-6 / (2e-6 + 1e-6)
 
 
 def test_padding_stays_zero(device: Device) -> None:

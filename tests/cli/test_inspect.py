@@ -1,0 +1,48 @@
+"""`fxengine inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fxengine.driver import Device
+from tests.cli.conftest import Run, one_line_error
+
+
+def test_json(cli: Callable[..., Run], device: Device) -> None:
+    run = cli("inspect", "--device", device.label, "--batch", 32, "--json")
+    assert run.status == 0
+    census = run.json
+    assert {"depth", "nodes", "launches", "instantiations", "bytes"} <= set(census)
+    assert census["instantiations"] == 1
+    assert census["nodes"]["memset"] == 1
+    assert set(census["nodes"]) == {"memset", "kernel"}, "no allocation, host or copy nodes"
+    assert census["nodes"]["kernel"] == sum(census["launches"].values())
+    assert 0 < census["depth"] <= 16
+    assert census["bytes"]["params"] == census["bytes"]["adam_m"] == census["bytes"]["adam_v"] > 0
+    assert "gather" in census["launches"], "batches are gathered on the device"
+
+
+def test_table_time_and_drawing(cli: Callable[..., Run], device: Device, tmp_path: Path) -> None:
+    drawing = tmp_path / "step.dot"
+    run = cli("inspect", "--device", device.label, "--batch", 8, "--state", 4, "--time", "--dot", drawing)
+    assert run.status == 0
+    rows = run.out.splitlines()
+    assert rows[0].split()[:4] == ["us", "node", "level", "family"]
+    assert all(float(row.split()[0]) > 0.0 for row in rows[1:4])
+    assert drawing.read_text().startswith("digraph step {")
+
+
+def test_json_times_every_node(cli: Callable[..., Run], device: Device) -> None:
+    values = cli("inspect", "--device", device.label, "--batch", 4, "--state", 4, "--time", "--json").json
+    assert len(values["node_us"]) == sum(values["nodes"].values())
+    assert all(row["us"] > 0.0 for row in values["node_us"])
+
+
+def test_bad_sizes(cli: Callable[..., Run]) -> None:
+    assert "batch = 0" in one_line_error(cli("inspect", "--device", "sim", "--batch", 0))
+
+
+def test_a_drawing_needs_a_folder(cli: Callable[..., Run], tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "step.dot"
+    assert str(path) in one_line_error(cli("inspect", "--device", "sim", "--batch", 4, "--state", 4, "--dot", path))
