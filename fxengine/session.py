@@ -39,6 +39,8 @@ DEFAULT_STEPS = {"sim": 600, "cuda": 1000}
 _WARMUP, _WARMUP_STEPS = 0.05, 100
 #: Steps, or seconds if they pass sooner, between two reads of the telemetry.
 _READ_STEPS, _READ_SECONDS = telemetry.RING_ROWS // 2, 0.1
+#: Signals of the schedule: those of the groups that are trained, because setting every group's takes ten times as long.
+_RATES = ("lr.aux_trunk", "lr.aux_heads")
 #: Share of the steps that the first and the last loss are means over.
 _LOSS_SHARE = 0.05
 #: Validation rows used while training runs (evenly spaced; the final validation uses all), and rows evaluated at once.
@@ -229,7 +231,8 @@ class TrainingSession:
         self._resumed_at = time.perf_counter()
         while self._submitted < self.steps and not self._stop:
             self._make_room(watch)
-            self.engine.signals["lr"] = self.learning_rate(self._submitted)
+            rate = self.learning_rate(self._submitted)
+            self.engine.signals.update(dict.fromkeys(_RATES, rate))
             self.engine.step()
             self._submitted += 1
             if self._read_is_due():

@@ -12,29 +12,41 @@ from fxengine.cli.options import plain
 
 if TYPE_CHECKING:
     from fxengine.session import Progress, Validation
+    from fxengine.telemetry import Report
 
 
 class Metrics:
-    """Writer of metrics.jsonl: one object per step, and one with the key `validation` per validation."""
+    """Writer of metrics.jsonl: one object per step, and one with the key `validation` per validation.
+
+    Steps wait in memory until the next validation, when the clock of the training stands still.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")
+        self._waiting: list[tuple[Report, float]] = []
 
     def write(self, progress: Progress) -> None:
-        """Append what the progress brings."""
-        for report, loss in zip(progress.reports, progress.losses, strict=True):
-            row: dict[str, object] = {"step": report.replay, "loss": loss, "skipped": report.skipped, **report}
-            self._file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+        """Take over what the progress brings."""
+        self._waiting.extend(zip(progress.reports, progress.losses, strict=True))
         if progress.validation is not None:
-            row = {"step": progress.validation.step, "validation": vars(progress.validation)}
-            self._file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+            self._flush()
+            self._append(step=progress.validation.step, validation=vars(progress.validation))
             self._file.flush()
+
+    def _flush(self) -> None:
+        for report, loss in self._waiting:
+            self._append(step=report.replay, loss=loss, skipped=report.skipped, **report)
+        self._waiting.clear()
+
+    def _append(self, **row: object) -> None:
+        self._file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        with self._file:
+            self._flush()
 
 
 @contextlib.contextmanager

@@ -208,7 +208,7 @@ def _as_json(session: TrainingSession, result: TrainResult, census: Census, fold
 def _describe(session: TrainingSession, result: TrainResult, census: Census, seconds: float) -> str:
     nodes = ", ".join(f"{count} {kind}" for kind, count in census.nodes.items())
     rows = {
-        "steps": f"{result.steps} in {seconds:.1f} s, {result.steps_per_s:.1f} steps/s",
+        "steps": f"{result.steps} in {seconds:.1f} s with validations; {result.steps_per_s:,.1f} steps/s",
         "loss": f"{result.loss_first:.4f} at first, {result.loss_last:.4f} at last, "
         f"{result.validation.loss:.4f} on validation",
         "next bar": _next_bar_verdict(result),

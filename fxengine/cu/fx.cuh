@@ -8,6 +8,14 @@
 
 typedef unsigned long long u64;
 
+// Dynamic shared memory as `T* name`. The simulated device, whose header defines it there, cannot map
+// `extern __shared__ T name[]`.
+#if FX_DEVICE
+#define FX_DYN_SHARED(T, name)                                  \
+    extern __shared__ __align__(16) unsigned char fx_dynamic[]; \
+    T* name = reinterpret_cast<T*>(fx_dynamic)
+#endif
+
 // A launch covers a table of records of one kind. Every record starts with `int first_tile; int tiles;`: block b
 // works for the record with first_tile <= b < first_tile + tiles. The search runs before fx_wait(), since nothing in a
 // table changes after capture; the lanes of a warp look at 32 records at once, because a chain of dependent loads over

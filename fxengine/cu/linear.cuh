@@ -17,6 +17,14 @@
 #pragma once
 #include "fx.cuh"
 
+// g++ does not know `#pragma unroll`, and vectorises the loops over register tiles only once they are unrolled: that
+// makes the simulated device three times faster.
+#if !FX_DEVICE && defined(__GNUC__) && !defined(__clang__)
+#define FX_UNROLL _Pragma("GCC unroll 16")
+#else
+#define FX_UNROLL _Pragma("unroll")
+#endif
+
 template <int BM_, int BN_, int BK_, int TM_, int TN_>
 struct LinearTile {
     static constexpr int BM = BM_;
@@ -63,7 +71,7 @@ __device__ __forceinline__ void fx_load(float (&v)[W], const float* p, int left,
             return;
         }
     }
-#pragma unroll
+    FX_UNROLL
     for (int e = 0; e < W; ++e) v[e] = e < left ? p[e] : 0.0f;
 }
 
@@ -75,7 +83,7 @@ __device__ __forceinline__ void fx_store(float* p, const float (&v)[W], int left
             return;
         }
     }
-#pragma unroll
+    FX_UNROLL
     for (int e = 0; e < W; ++e) {
         if (e < left) p[e] = v[e];
     }
@@ -109,7 +117,7 @@ struct LinearOperand {
 
     // The next stage, of which k_left values of k exist.
     __device__ __forceinline__ void fetch(float (&held)[UNITS][4], int k_left) {
-#pragma unroll
+        FX_UNROLL
         for (int u = 0; u < UNITS; ++u) {
             if constexpr (INNER) {
                 fx_load(held[u], next + u * STEP, left > 0 ? k_left - k - u * STEP : 0, quads);
@@ -121,11 +129,11 @@ struct LinearOperand {
     }
 
     __device__ __forceinline__ void stash(float* stage, const float (&held)[UNITS][4]) const {
-#pragma unroll
+        FX_UNROLL
         for (int u = 0; u < UNITS; ++u) {
             float* to = stage + (k + u * STEP) * LD + row;
             if constexpr (INNER) {
-#pragma unroll
+                FX_UNROLL
                 for (int e = 0; e < 4; ++e) to[e * LD] = held[u][e];
             } else {
                 fx_store(to, held[u], 4, true);
@@ -160,13 +168,13 @@ struct LinearPlace {
 template <class T>
 __device__ __forceinline__ void fx_linear_step(float (&acc)[T::TM][T::TN], const float* a, const float* b) {
     float va[T::TM / 4][4], vb[T::TN / 4][4];
-#pragma unroll
+    FX_UNROLL
     for (int i = 0; i < T::TM / 4; ++i) fx_load(va[i], a + i * LinearPlace<T>::ROW_STEP, 4, true);
-#pragma unroll
+    FX_UNROLL
     for (int j = 0; j < T::TN / 4; ++j) fx_load(vb[j], b + j * LinearPlace<T>::COLUMN_STEP, 4, true);
-#pragma unroll
+    FX_UNROLL
     for (int i = 0; i < T::TM; ++i) {
-#pragma unroll
+        FX_UNROLL
         for (int j = 0; j < T::TN; ++j) acc[i][j] += va[i / 4][i % 4] * vb[j / 4][j % 4];
     }
 }
@@ -187,9 +195,9 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
 #pragma unroll 1
     for (; depth > 0; depth -= T::BK) {
         if (SUM) {
-#pragma unroll
+            FX_UNROLL
             for (int u = 0; u < A::UNITS; ++u) {
-#pragma unroll
+                FX_UNROLL
                 for (int e = 0; e < 4; ++e) row_sum[e] += held_a[u][e];
             }
         }
@@ -228,9 +236,9 @@ template <class T, class Use>
 __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Use use) {
     const LinearPlace<T> at;
     if constexpr (T::GROUPS == 1) {
-#pragma unroll
+        FX_UNROLL
         for (int i = 0; i < T::TM; ++i) {
-#pragma unroll
+            FX_UNROLL
             for (int j = 0; j < T::TN; j += 4) {
                 float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
                 use(at.row + i / 4 * at.ROW_STEP + i % 4, at.column + j / 4 * at.COLUMN_STEP, v);
@@ -238,9 +246,9 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
         }
     } else {
         float* mine = shared + at.group * T::BM * T::BN;
-#pragma unroll
+        FX_UNROLL
         for (int i = 0; i < T::TM; ++i) {
-#pragma unroll
+            FX_UNROLL
             for (int j = 0; j < T::TN; j += 4) {
                 const float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
                 const int row = at.row + i / 4 * at.ROW_STEP + i % 4;
@@ -248,16 +256,16 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
             }
         }
         __syncthreads();
-#pragma unroll
+        FX_UNROLL
         for (int i = 0; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
             const int first = i + static_cast<int>(threadIdx.x) * T::WIDTH;
             float v[T::WIDTH];
             fx_load(v, shared + first, T::WIDTH, true);
-#pragma unroll
+            FX_UNROLL
             for (int g = 1; g < T::GROUPS; ++g) {
                 float other[T::WIDTH];
                 fx_load(other, shared + g * T::BM * T::BN + first, T::WIDTH, true);
-#pragma unroll
+                FX_UNROLL
                 for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
             }
             use(first / T::BN, first % T::BN, v);

@@ -64,7 +64,7 @@ __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const Line
     if (r.accumulate) {
         float before[W];
         fx_load(before, dw, left, quads);
-#pragma unroll
+        FX_UNROLL
         for (int e = 0; e < W; ++e) v[e] += before[e];
     }
     fx_store(dw, v, left, quads);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
         for (int s = 0; s < r.slices; ++s) {
             float part[T::WIDTH];
             fx_load(part, parts + static_cast<long long>(s) * PART + i, T::WIDTH, true);
-#pragma unroll
+            FX_UNROLL
             for (int e = 0; e < T::WIDTH; ++e) v[e] += part[e];
         }
         fx_linear_dw_store(r, t, i / T::BN, i % T::BN, v);

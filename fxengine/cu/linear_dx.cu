@@ -32,7 +32,7 @@ struct LinearDx {
 
 template <int KIND, int W>
 __device__ __forceinline__ void fx_slope_run(float (&v)[W], const float (&x)[W]) {
-#pragma unroll
+    FX_UNROLL
     for (int e = 0; e < W; ++e) v[e] *= fx_activate_slope(KIND, x[e]);
 }
 
@@ -66,12 +66,12 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
             if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, more);
         }
         if (r.scale) {
-#pragma unroll
+            FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] = scale == 0.0f ? 0.0f : scale * v[e];
         }
         if (r.accumulate) {
             fx_load(more, dx, left, quads);
-#pragma unroll
+            FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += more[e];
         }
         fx_store(dx, v, left, quads);

@@ -26,7 +26,7 @@ struct LinearForward {
 
 template <int KIND, int W>
 __device__ __forceinline__ void fx_activate_run(float (&v)[W]) {
-#pragma unroll
+    FX_UNROLL
     for (int e = 0; e < W; ++e) v[e] = fx_activate(KIND, v[e]);
 }
 
@@ -54,12 +54,12 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         float more[W];
         if (r.b) {
             fx_load(more, r.b + n0 + column, left, false);
-#pragma unroll
+            FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += more[e];
         }
         if (r.accumulate) {
             fx_load(more, y, left, quads);
-#pragma unroll
+            FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += more[e];
         }
         if (r.activation == FX_ELU) fx_activate_run<FX_ELU>(v);

@@ -168,7 +168,7 @@ def reference_crossentropy(logits: ArrayLike, labels: ArrayLike, weight: float =
     """
     x = np.asarray(logits, dtype=np.float64)
     wanted = np.asarray(labels)
-    rows, classes = x.shape
+    classes = x.shape[1]
     mask = (wanted >= 0) & (wanted < classes)
     valid = int(mask.sum())
     own = np.where(mask, wanted, 0)

@@ -169,7 +169,7 @@ def ensemble(
     loss: Tensor | None = None,
     name: str,
 ) -> None:
-    """Append loss = mean_b weight_b mean_e err^2 / 2 and its gradient, err = y[action] - (reward + discount value[best]).
+    """Append loss = mean_b weight_b mean_e err^2 / 2 and its gradient; err = y[action] - reward - discount value[best].
 
     Args:
         program: program to append to.

@@ -36,9 +36,10 @@ Input: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 #: Codes of enum FxActivation in fx.cuh.
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "elu": 1, "relu": 2, "tanh": 3}
 
-# A weight gradient is split over blocks only into slices of at least this many rows: shorter ones cost more
-# in partial results than they gain.
-_SLICE_ROWS = 512
+# A weight gradient is cut into one of these numbers of slices, none shorter than so many rows: shorter ones would cost
+# more in partial results than they gain.
+_SLICES = (1, 2, 4, 8, 16, 32, 64)
+_SLICE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -74,29 +75,39 @@ TILES: dict[str, Tile] = {
 }
 
 
-def choose_tile(target: Target, rows: int, columns: tuple[int, ...], depth: int) -> str:
-    """Name of the tile with the smallest estimated time for `rows` x `columns` outputs of `depth` terms each.
+def choose_tile(target: Target, rows: int, columns: int, depth: int) -> str:
+    """Name of the tile with the smallest estimated time for `rows` x `columns` sums of `depth` terms.
 
-    A pure function of its arguments. A GPU runs the blocks in waves over its multiprocessors; the simulated
-    device runs them one after another and pays for every thread and barrier.
+    A pure function of its arguments.
     """
-    return min(TILES, key=lambda name: _cost(target, TILES[name], rows, columns, depth))
+    return min(TILES, key=lambda name: _cost(target, TILES[name], rows, (columns,), depth))
 
 
-def choose_slices(target: Target, tile: str, rows: int, columns: tuple[int, ...], depth: int) -> int:
-    """Slices that a sum of `depth` terms is cut into: two blocks per multiprocessor, no slice too short."""
+def choose_dw(
+    target: Target, rows: int, columns: tuple[int, ...], depth: int, tile: str | None = None
+) -> tuple[str, int]:
+    """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
+
+    Weight gradients share one launch, so each is given an eighth of the device, which favours tiles that waste no
+    work over tiles that finish soon.
+    """
+    slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
+    choices = [(name, s) for name in (TILES if tile is None else [tile]) for s in slices]
+    return min(choices, key=lambda c: _cost(target, TILES[c[0]], rows, columns, depth, slices=c[1], share=8))
+
+
+def _cost(
+    target: Target, tile: Tile, rows: int, columns: tuple[int, ...], depth: int, *, slices: int = 1, share: int = 1
+) -> float:
+    """Estimated time: of a GPU in clocks, of the simulated device (one block after another) in nanoseconds."""
+    tiles = tile.count(rows, *columns)
+    terms = _ceil(depth, slices)
+    work = tile.rows * tile.columns * terms
     if target.kind == "sim":
-        return 1
-    wanted = 2 * target.sm_count // TILES[tile].count(rows, *columns)
-    return max(1, min(wanted, depth // _SLICE_ROWS))
-
-
-def _cost(target: Target, tile: Tile, rows: int, columns: tuple[int, ...], depth: int) -> float:
-    blocks = tile.count(rows, *columns)
-    work = tile.rows * tile.columns * depth
-    if target.kind == "sim":  # nanoseconds
-        return blocks * (20_000 + 2_500 * _ceil(depth, tile.depth) + work / 2)
-    return tile.latency + _ceil(blocks, target.sm_count) * work / tile.rate
+        return tiles * (20_000 + 3_500 * _ceil(depth, tile.depth) + work / 8)
+    block = tile.latency + work / tile.rate
+    merge = 1_500 + slices * tile.rows * tile.columns / 16 if slices > 1 else 0.0
+    return (tiles * slices * block + tiles * merge) * share / target.sm_count + block + merge
 
 
 def _ceil(a: int, b: int) -> int:
@@ -176,7 +187,7 @@ def forward(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    name = _tile(label, tile) or choose_tile(program.target, m, (n,), k)
+    name = _tile(label, tile) or choose_tile(program.target, m, n, k)
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[name], fields, reads=reads, writes=[y], label=label)
 
@@ -252,7 +263,7 @@ def backward_dx(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    name = _tile(label, tile) or choose_tile(program.target, m, (k,), total)
+    name = _tile(label, tile) or choose_tile(program.target, m, k, total)
     reads = [dy1, dy2, w1, w2, x, scale, dx if accumulate else None]
     return program.launch(DX[name], fields, reads=reads, writes=[dx], label=label)
 
@@ -282,8 +293,8 @@ def backward_dw(
         db: [n], or None.
         accumulate: add to dw and db instead of overwriting them.
         label: name of the record (default: dw's name).
-        tile: a key of `TILES` (default: `choose_tile`).
-        slices: number of slices (default: `choose_slices`).
+        tile: a key of `TILES` (default: `choose_dw`).
+        slices: number of slices (default: `choose_dw`).
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -296,9 +307,11 @@ def backward_dw(
     _expect(label, "db", db, (n,), f"dy is {_shape(dy)}")
     _separate(label, "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
-    name = _tile(label, tile) or choose_tile(program.target, n, columns, m)
+    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, tile))
+    slices = wanted if slices is None else slices
+    if slices < 1:
+        raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
     shape = TILES[name]
-    slices = slices or choose_slices(program.target, name, n, columns, m)
     partial = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)

@@ -258,9 +258,9 @@ def test_a_barrier_in_a_branch(sim: Sim):
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        ("two_lines", f"the block barrier is reached at two lines, {line('// one line')} and {line('// another line')}"),
+        ("two_lines", f"barrier is reached at two lines, {line('// one line')} and {line('// another line')}"),
         ("foreign_mask", "lane 0 is not in its own mask 0xfffffffe"),
-        ("mixed_operations", f"operations: __shfl_sync at {line('__shfl_sync')} and __ballot_sync at {line('__ballot_sync')}"),
+        ("mixed_operations", f"__shfl_sync at {line('__shfl_sync')} and __ballot_sync at {line('__ballot_sync')}"),
         ("divide", "integer division by zero in kernel divide"),
         ("deep", "stack overflow"),
     ],
@@ -356,9 +356,17 @@ def test_address_sanitizer(fault: str, kind: str, place: str, tmp_path: Path):
     }
     # The interpreter itself: a preload would break a launcher script.
     run = subprocess.run(
-        [os.path.realpath(sys.executable), "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; "
-         f"sys.argv = ['', {fault!r}]; exec(open({str(script)!r}).read())"],
-        capture_output=True, text=True, env=environment, timeout=120, check=False,
+        [
+            os.path.realpath(sys.executable),
+            "-S",
+            "-c",
+            f"import sys; sys.path[:0] = {sys.path!r}; sys.argv = ['', {fault!r}]; exec(open({str(script)!r}).read())",
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
     )
     assert "sound" in run.stdout, run.stderr[-3000:]
     assert run.returncode != 0

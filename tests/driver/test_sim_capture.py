@@ -163,7 +163,7 @@ def test_programmatic_edges(sim: Sim):
     sim.ok(programmatic_launch(sim, "plus", x, np.float32(1)))  # after a memset: a full edge
     sim.ok(programmatic_launch(sim, "twice", x))
     sim.launch("twice", 1, 1, x)
-    status, _, graph, dependencies, _, _ = sim.ok(driver.cuStreamGetCaptureInfo(sim.stream))
+    dependencies = sim.ok(driver.cuStreamGetCaptureInfo(sim.stream))[3]
     edge = cu.CUgraphEdgeData()
     edge.type, edge.from_port = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC, 1
     sim.ok(driver.cuStreamUpdateCaptureDependencies(sim.stream, dependencies, [edge], 1, SET))
@@ -380,7 +380,9 @@ def independent_nodes(sim: Sim, *, ordered: bool) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(("schedule", "streams"), [("reverse", "immediate"), ("random:1", "immediate"), ("greedy", "lazy:1")])
+@pytest.mark.parametrize(
+    ("schedule", "streams"), [("reverse", "immediate"), ("random:1", "immediate"), ("greedy", "lazy:1")]
+)
 def test_other_orders_show_a_missing_edge(sim: Sim, schedule: str, streams: str):
     assert set(independent_nodes(sim, ordered=False)) == {6.0}  # luck
     sim.driver.set_schedule(schedule, streams=streams)
@@ -399,8 +401,9 @@ def test_a_replay_that_touches_freed_memory_fails(sim: Sim):
 
 
 def test_a_replay_after_its_module_was_unloaded_fails(sim: Sim):
+    x = sim.zeros(1)
     sim.capture()
-    sim.launch("twice", 1, 1, sim.zeros(1))
+    sim.launch("twice", 1, 1, x)
     executable = sim.ok(sim.driver.cuGraphInstantiate(sim.end(), 0))
     sim.ok(sim.driver.cuModuleUnload(sim.module))
     assert sim.driver.cuGraphLaunch(executable, sim.stream) == (Result.CUDA_ERROR_INVALID_HANDLE,)

@@ -169,7 +169,8 @@ extern "C" __global__ void bits(unsigned* out, u64* wide, float* f) {
     f[4] = cospif(1.0f);
     f[5] = rsqrtf(16.0f);
     f[6] = fmaf(1.0f + 0x1p-23f, 1.0f + 0x1p-23f, -1.0f);
-    f[7] = __expf(0.0f) + __logf(1.0f) + expm1f(0.0f) + log1pf(0.0f) + tanhf(0.0f) + powf(2.0f, 3.0f) + __saturatef(7.0f);
+    f[7] = __expf(0.0f) + __logf(1.0f) + expm1f(0.0f) + log1pf(0.0f) + tanhf(0.0f) + powf(2.0f, 3.0f);
+    f[7] += __saturatef(7.0f);
     f[8] = sinpif(1.0f);
     float4 v = make_float4(1.0f, 2.0f, 3.0f, 4.0f);
     reinterpret_cast<float4*>(f)[3] = v;

@@ -421,19 +421,18 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, tile: str) -> 
 
 def test_tile_choice_follows_the_size() -> None:
     h200 = Target.of("sm_90")
-    small = linear.choose_tile(h200, 64, (256,), 256)
-    large = linear.choose_tile(h200, 131_072, (256,), 64)
+    small = linear.choose_tile(h200, 64, 256, 256)
     assert linear.TILES[small].rows * linear.TILES[small].columns <= 16 * 32
-    assert large == "128x128"
-    assert linear.choose_tile(h200, 64, (256,), 256) == small
+    assert linear.choose_tile(h200, 131_072, 256, 64) == "128x128"
+    assert linear.choose_tile(Target.of("sim"), 64, 256, 256) in linear.TILES
 
 
-def test_slices_only_for_long_sums() -> None:
+def test_only_long_sums_are_cut() -> None:
     h200 = Target.of("sm_90")
-    assert linear.choose_slices(h200, "64x64", 128, (256,), 256) == 1
-    many = linear.choose_slices(h200, "64x64", 128, (256,), 131_072)
-    assert 16 <= many <= 64
-    assert linear.choose_slices(h200, "64x64", 4096, (4096,), 131_072) == 1
+    assert linear.choose_dw(h200, 128, (256,), 256)[1] == 1
+    assert linear.choose_dw(h200, 128, (256,), 131_072)[1] >= 16
+    assert linear.choose_dw(h200, 128, (256, 1), 131_072, tile="32x32")[0] == "32x32"
+    assert linear.choose_dw(h200, 4096, (4096,), 131_072)[1] == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -493,6 +492,10 @@ def _errors() -> list[tuple[str, Any]]:
         (
             r"scale is 't3' \[2\], expected \[1\]",
             lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 2)),
+        ),
+        (
+            r"slices=0, expected at least 1",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), slices=0),
         ),
         (
             r"dw is 't2' \[6, 5\], expected \[5, 6\]: dy is 't0' \[4, 5\] and x is 't1' \[4, 6\]",

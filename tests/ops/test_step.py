@@ -185,7 +185,7 @@ def test_rows_stay_until_the_ring_comes_round(device: Device) -> None:
 
 def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
     """A thread copies the row that is being overwritten; what the sequence numbers let pass must be whole."""
-    slots, chain, launches = 2048, 100, 6
+    slots, chain, enough, most = 2048, 100, 40, 200
     signal_rows = ROWS - 1  # so that a telemetry row changes its contents every time round
     with Replay(device, slots=slots, signal_rows=signal_rows) as replay:
         replay.masks[:] = 0xFFFFFFFF
@@ -200,7 +200,7 @@ def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
             while not stop.is_set():
                 before = int(header[0])
                 copy = body.copy()
-                if before == int(header[0]) and 0 < before <= chain * launches:
+                if before == int(header[0]) and 0 < before <= chain * most:
                     accepted.add(before)
                     if (copy != (before - 1) % signal_rows).any():
                         torn.append(before)
@@ -211,15 +211,17 @@ def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
             # Many replays in one graph: the reader is not kept from them by the interpreter's lock.
             nodes = range(len(replay.plan.nodes))
             with replay.plan.capture_nodes(nodes, stream=replay.stream, chain=chain) as graph:
-                for _ in range(launches):
+                launches = 0
+                while launches < most and len(accepted) < enough:  # a loaded machine gives the reader few turns
                     graph.launch(stream=replay.stream)
                     replay.stream.synchronize()
+                    launches += 1
         finally:
             stop.set()
             reader.join()
         assert int(replay.head[0]) == chain * launches
         assert not torn
-        assert len(accepted) > 5
+        assert len(accepted) >= enough
 
 
 def test_shapes_are_checked(device: Device) -> None:

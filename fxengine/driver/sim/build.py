@@ -40,9 +40,7 @@ class KernelText(Protocol):
         """The source text."""
 
 
-def build_shared_object(
-    source: KernelText, *, sanitize: str | None = None, defines: Sequence[str] = ()
-) -> Path:
+def build_shared_object(source: KernelText, *, sanitize: str | None = None, defines: Sequence[str] = ()) -> Path:
     """Compile a .cu source for the simulated device; the shared object's path, from the cache if it is there.
 
     `sanitize`: None or "address" (the process must then run with libasan preloaded); where it is None, the

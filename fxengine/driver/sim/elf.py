@@ -28,9 +28,7 @@ def static_shared_bytes(object_file: Path, kernels: Iterable[str]) -> dict[str, 
     if section_count == 0:  # more than 65,279 sections: the count stands in the first header
         (section_count,) = struct.unpack_from("<Q", data, table_offset + 0x20)
     # (name, type, flags, address, offset, size, link, info, alignment, entry size)
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", data, table_offset + i * entry_bytes) for i in range(section_count)
-    ]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table_offset + i * entry_bytes) for i in range(section_count)]
     table = next(i for i, section in enumerate(sections) if section[1] == _SYMTAB)
     symbols, names = _symbols(data, sections, table)
     references: dict[int, list[int]] = {}

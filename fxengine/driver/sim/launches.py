@@ -50,9 +50,7 @@ def check_attributes(config: Any) -> bool:
     """Whether a CUlaunchConfig asks for programmatic stream serialization; refuses what is not simulated."""
     attributes = list(config.attrs or ())
     if config.numAttrs != len(attributes):
-        raise Refused(
-            Result.CUDA_ERROR_INVALID_VALUE, f"numAttrs {config.numAttrs}, but {len(attributes)} attributes"
-        )
+        raise Refused(Result.CUDA_ERROR_INVALID_VALUE, f"numAttrs {config.numAttrs}, but {len(attributes)} attributes")
     programmatic = False
     for attribute in attributes:
         if attribute.id == _ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
@@ -63,9 +61,7 @@ def check_attributes(config: Any) -> bool:
         elif attribute.id == _ID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE and attribute.value.cooperative == 0:
             continue
         elif attribute.id not in _HARMLESS:
-            raise Refused(
-                Result.CUDA_ERROR_NOT_SUPPORTED, f"launch attribute {attribute.id!s} is not simulated"
-            )
+            raise Refused(Result.CUDA_ERROR_NOT_SUPPORTED, f"launch attribute {attribute.id!s} is not simulated")
     return programmatic
 
 
@@ -112,9 +108,7 @@ def _from_values(function: Function, parameters: tuple[Any, ...]) -> tuple[int, 
     return ctypes.addressof(pointers), (pointers, boxes)
 
 
-def kernel_operation(
-    function: Function, shape: tuple[int, ...], shared: int, pointers: int
-) -> tuple[Operation, Any]:
+def kernel_operation(function: Function, shape: tuple[int, ...], shared: int, pointers: int) -> tuple[Operation, Any]:
     """An operation with its own copy of the arguments, and what must live as long."""
     address, keep = function.pack(pointers)
     operation = Operation(function.kernel, address, shape[:3], shape[3:], shared, 0)

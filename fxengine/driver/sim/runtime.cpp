@@ -212,13 +212,4 @@ int fx_sim_run(const Operation* operations, int count, int schedule, uint64_t se
     return result;
 }
 
-// One launch, without a list.
-int fx_sim_launch(const Kernel* kernel, void* const* arguments, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                  unsigned size_x, unsigned size_y, unsigned size_z, unsigned dynamic_shared, int schedule,
-                  uint64_t seed, int poison, Failure* failure) {
-    const Operation operation = {kernel, arguments, {grid_x, grid_y, grid_z}, {size_x, size_y, size_z},
-                                 dynamic_shared, 0};
-    return fx_sim_run(&operation, 1, schedule, seed, poison, failure);
-}
-
 }  // extern "C"

@@ -83,16 +83,6 @@ class Library:
             ctypes.c_int,
             ctypes.c_void_p,
         ]
-        self.launch: Any = library.fx_sim_launch
-        self.launch.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            *[ctypes.c_uint] * 7,
-            ctypes.c_int,
-            ctypes.c_uint64,
-            ctypes.c_int,
-            ctypes.c_void_p,
-        ]
         self.memset = ctypes.addressof(KernelRecord.in_dll(library, "fx_sim_memset"))
         self.memcpy = ctypes.addressof(KernelRecord.in_dll(library, "fx_sim_memcpy"))
         self.sanitized = bool(library.fx_sim_sanitized())
@@ -106,7 +96,7 @@ class Library:
 
 
 def parse_schedule(text: str) -> tuple[int, int]:
-    """"greedy", "reverse" or "random:<seed>" as the runtime's (kind, seed); raises ValueError for others."""
+    """ "greedy", "reverse" or "random:<seed>" as the runtime's (kind, seed); raises ValueError for others."""
     name, _, seed = text.partition(":")
     if name not in _SCHEDULES or (name == "random") != seed.isdecimal():
         raise ValueError(f"schedule {text!r}: expected 'greedy', 'reverse' or 'random:<seed>'")

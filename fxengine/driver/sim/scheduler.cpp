@@ -134,6 +134,7 @@ struct Worker {
     SharedImage image;
     unsigned layout[4];     // block size and schedule of the prepared threads
     bool prepared;
+    bool stacks_abandoned;  // a failed launch left fibers behind
     int fault;              // signal number
     void* fault_address;
     void* fault_instruction;
@@ -322,17 +323,18 @@ static void fiber_main() {
             fx_sim_fail("stack overflow: the local variables of a thread exceed %zu bytes", stack_bytes);
         }
         retire(w, me);
-        if (w->unfinished == 0) leave_to_main(w);
-        Thread* next = pick(w, me, false);
-        if (next == nullptr) deadlock(w);
-        current = next;
-        if (next->stack == nullptr) {
+        Thread* next = w->unfinished != 0 ? pick(w, me, false) : nullptr;
+        if (next != nullptr && next->stack == nullptr) {
+            current = next;
             next->stack = mine;
             continue;
         }
+        if (next == nullptr && w->unfinished != 0) deadlock(w);
         // Nobody takes the stack before this OS thread has left it.
         mine->next = w->free_stacks;
         w->free_stacks = mine;
+        if (next == nullptr) leave_to_main(w);
+        current = next;
         void* abandoned;
         change_stack(&abandoned, next->stack_pointer, next->stack);
         __builtin_unreachable();
@@ -591,11 +593,14 @@ bool run_block(Worker* w, Launch* launch, uint64_t block_index) {
         }
     }
     if (launch->settings->poison >= 0) poison_shared(w, operation, launch->settings->poison);
-    w->free_stacks = nullptr;
-    for (unsigned i = w->stack_count; i-- > 0;) {
-        w->stacks[i]->next = w->free_stacks;
-        w->free_stacks = w->stacks[i];
+    if (w->stacks_abandoned) {
+        w->free_stacks = nullptr;
+        for (unsigned i = w->stack_count; i-- > 0;) {
+            w->stacks[i]->next = w->free_stacks;
+            w->free_stacks = w->stacks[i];
+        }
     }
+    w->stacks_abandoned = true;  // until the block has come to its end
     block = &b;
     w->launch = launch;
     w->fault = 0;
@@ -603,6 +608,7 @@ bool run_block(Worker* w, Launch* launch, uint64_t block_index) {
     current = first;
     start_fiber(w, &w->main_stack_pointer, first);
     if (w->fault != 0) report_fault(w);
+    if (w->fault == 0 && w->unfinished == 0) w->stacks_abandoned = false;
     w->launch = nullptr;
     return launch->failed == 0;
 }

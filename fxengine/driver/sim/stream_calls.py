@@ -76,9 +76,7 @@ class StreamCalls(Core):
         self.check_legacy(stream)
         if stream.sequence is not None:
             stream.sequence.invalidated = True
-            raise Refused(
-                Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "the event was recorded outside of this capture"
-            )
+            raise Refused(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "the event was recorded outside of this capture")
         if stream is self.legacy:
             record = found.record
             self.advance(lambda: record.done)
@@ -87,9 +85,7 @@ class StreamCalls(Core):
 
     def _join(self, stream: Stream, event: Event, sequence: Sequence) -> None:
         if sequence.ended:
-            raise Refused(
-                Result.CUDA_ERROR_CAPTURED_EVENT, "the event was recorded in a capture that has ended since"
-            )
+            raise Refused(Result.CUDA_ERROR_CAPTURED_EVENT, "the event was recorded in a capture that has ended since")
         if stream is self.legacy:
             sequence.invalidated = True
             raise Refused(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
@@ -194,9 +190,7 @@ class StreamCalls(Core):
             edges = [Edge(e.node, 1, 1) if e.node.kind == kernel and e.kind == 0 else e for e in edges]
         if any(e.kind == 1 and (e.node.kind != kernel or kind != kernel) for e in edges):
             sequence.invalidated = True
-            raise Refused(
-                Result.CUDA_ERROR_INVALID_VALUE, "a programmatic dependency needs a kernel node at both ends"
-            )
+            raise Refused(Result.CUDA_ERROR_INVALID_VALUE, "a programmatic dependency needs a kernel node at both ends")
         node = Node(self.new_handle(), sequence.graph, kind, operation, edges, keep=keep)
         sequence.graph.nodes.append(node)
         self.nodes[node.handle] = node

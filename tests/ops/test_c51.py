@@ -1,0 +1,401 @@
+"""Losses of the C51 heads and their gradient, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxengine.driver import Device
+from fxengine.graphs import Plan, Program, ProgramError, Tensor
+from fxengine.ops import c51, dueling
+from fxengine.ops.c51 import Reference, Transition, reference_losses, reference_project
+from fxengine.ops.dueling import Heads
+from tests.reference import gradients
+from tests.reference.cases import random_case
+from tests.reference.config import Config
+from tests.reference.forward import heads, trunk
+from tests.reference.losses import losses, project, td_errors
+from tests.reference.step import scene
+from tests.support import assert_close
+
+LOSSES = ("loss_c51", "loss_cql", "loss_distill")
+WEIGHTS = {"w_c51": 0.7, "w_cql": 0.3, "w_distill": 0.4}
+
+
+@dataclass
+class Case:
+    """Inputs of one call, as NumPy arrays."""
+
+    sizes: tuple[int, ...]
+    atoms: int
+    v_min: float
+    v_max: float
+    v: np.ndarray
+    adv: list[np.ndarray]
+    v_target: np.ndarray
+    adv_target: list[np.ndarray]
+    actions: np.ndarray
+    best: np.ndarray
+    reward: np.ndarray
+    discount: np.ndarray
+    weight: np.ndarray
+    theta: np.ndarray | None = None
+    weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
+    pad: int = 0
+
+    @property
+    def batch(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in ("actions", "best", "reward", "discount", "weight")}
+
+
+def _case(
+    seed: int,
+    rows: int,
+    sizes: tuple[int, ...],
+    atoms: int = 51,
+    *,
+    quantiles: int = 5,
+    span: tuple[float, float] = (-10.0, 10.0),
+    pad: int = 0,
+) -> Case:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    width = span[1] - span[0]
+    index = [np.stack([rng.integers(0, n, rows) for n in sizes], axis=1).astype(np.int32) for _ in range(2)]
+    return Case(
+        sizes,
+        atoms,
+        *span,
+        v=normal(rows, atoms),
+        adv=[normal(rows, n * atoms) for n in sizes],
+        v_target=normal(rows, atoms),
+        adv_target=[normal(rows, n * atoms) for n in sizes],
+        actions=index[0],
+        best=index[1],
+        reward=(normal(rows) * width / 4 + span[0] / 20).astype(np.float32),
+        discount=rng.choice([0.0, 1e-4, 0.3, 0.9, 0.97, 1.0, 1.3], rows).astype(np.float32),
+        weight=rng.uniform(0.5, 1.5, rows).astype(np.float32),
+        theta=normal(rows, quantiles, sum(sizes)) if quantiles else None,
+        weights=dict(WEIGHTS) if quantiles else {k: w for k, w in WEIGHTS.items() if k != "w_distill"},
+        pad=pad,
+    )
+
+
+def _reference(case: Case) -> Reference:
+    online, target = (case.v, case.adv), (case.v_target, case.adv_target)
+    return reference_losses(
+        online, target, *case.batch.values(), v_min=case.v_min, v_max=case.v_max, theta=case.theta, **case.weights
+    )
+
+
+def _build(
+    device: Device, case: Case, *, gradient: bool, outputs: tuple[str, ...]
+) -> tuple[Program, dict[str, Tensor]]:
+    program = Program(device.target)
+
+    def put(name: str, data: np.ndarray) -> Tensor:
+        """With matrices `pad` columns wider than they seem."""
+        if data.ndim != 2:
+            return program.tensor(name, data.shape, data.dtype, arena="inputs", data=np.ascontiguousarray(data))
+        wide = np.full((data.shape[0], data.shape[1] + case.pad), 77, data.dtype)
+        wide[:, : data.shape[1]] = data
+        return program.tensor(name, wide.shape, data.dtype, arena="inputs", data=wide).columns(0, data.shape[1])
+
+    def make_heads(side: str, v: np.ndarray, advs: list[np.ndarray]) -> Heads:
+        shape = (len(v), sum(case.sizes))
+        branches = tuple(put(f"{side}.adv{d}", adv) for d, adv in enumerate(advs))
+        q, lse = program.tensor(f"{side}.q", shape), program.tensor(f"{side}.lse", shape)
+        made = Heads(put(f"{side}.v", v), branches, q, lse)
+        for d, (adv, first, n) in enumerate(zip(branches, made.offsets, case.sizes, strict=True)):
+            dueling.forward(
+                program,
+                made.v,
+                adv,
+                q.columns(first, first + n),
+                lse=lse.columns(first, first + n),
+                v_min=case.v_min,
+                v_max=case.v_max,
+                label=f"{side}.q{d}",
+            )
+        return made
+
+    online = make_heads("online", case.v, case.adv)
+    target = make_heads("target", case.v_target, case.adv_target)
+    results = {name: program.tensor(name, (len(case.v),) if name == "td" else (1,)) for name in outputs}
+    optional: dict[str, Any] = dict(results)
+    if gradient:
+        results["dv"] = put("dv", np.full(case.v.shape, 5.0, np.float32))
+        for d, adv in enumerate(case.adv):
+            results[f"dadv{d}"] = put(f"dadv{d}", np.full(adv.shape, 5.0, np.float32))
+        optional |= {"dv": results["dv"], "dadv": [results[f"dadv{d}"] for d in range(len(case.sizes))]}
+        optional |= {name: put(name, np.array([w], np.float32)) for name, w in case.weights.items()}
+    if case.theta is not None:
+        flat = case.theta.reshape(-1, case.theta.shape[2]) if case.pad else case.theta
+        optional["theta"] = put("theta", flat)
+    batch = Transition(**{name: put(name, data) for name, data in case.batch.items()})
+    c51.losses(program, online, target, batch, v_min=case.v_min, v_max=case.v_max, name="q", **optional)
+    return program, results
+
+
+def _run(
+    device: Device, case: Case, *, gradient: bool = True, outputs: tuple[str, ...] | None = None
+) -> dict[str, np.ndarray]:
+    if outputs is None:
+        outputs = ("td", *(name for name in LOSSES if case.theta is not None or name != "loss_distill"))
+    program, results = _build(device, case, gradient=gradient, outputs=outputs)
+    with device.stream() as stream, Plan(program, device, guard=True) as plan:
+        plan.run(stream=stream)
+        stream.synchronize()
+        plan.check_guards()
+        read = {}
+        for name, tensor in results.items():
+            whole = plan.buffer(name).read().view(np.float32).reshape(-1, tensor.ld)
+            read[name] = whole[:, : tensor.shape[-1]].reshape(tensor.shape)
+            if len(tensor.shape) > 1:
+                np.testing.assert_array_equal(whole[:, tensor.shape[1] :], 77.0)
+        return read
+
+
+def _compare(result: dict[str, np.ndarray], expected: Reference, loose: float = 1e-5) -> None:
+    """Arrays to `loose` of their largest element: an atom's share of the projection is a difference of positions."""
+
+    def close(name: str, reference: np.ndarray) -> None:
+        size = np.abs(reference[np.isfinite(reference)]).max(initial=0.0)
+        assert_close(result[name], reference, atol=max(loose * size, 1e-9), name=name)
+
+    close("td", expected.td)
+    for name in LOSSES:
+        if name in result:
+            close(name, np.array([getattr(expected, name)]))
+    if "dv" in result:
+        close("dv", expected.dv)
+        for d, dadv in enumerate(expected.dadv):
+            close(f"dadv{d}", dadv)
+
+
+@settings(max_examples=50)
+@given(
+    rows=st.sampled_from([1, 2, 3, 8, 9]),
+    sizes=st.one_of(
+        st.lists(st.integers(1, 5), min_size=1, max_size=8).map(tuple),
+        st.sampled_from([(3, 3, 3, 3), (32,), (2, 33), (1,), (2,) * 8]),
+    ),
+    atoms=st.sampled_from([2, 3, 31, 32, 33, 51, 64, 65, 128, 129, 256]),
+    quantiles=st.sampled_from([0, 1, 32, 35]),
+    span=st.sampled_from([(-10.0, 10.0), (0.0, 1.0), (-3.0, 50.0)]),
+    pad=st.sampled_from([0, 0, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_losses_and_gradient(
+    device: Device,
+    rows: int,
+    sizes: tuple[int, ...],
+    atoms: int,
+    quantiles: int,
+    span: tuple[float, float],
+    pad: int,
+    seed: int,
+) -> None:
+    case = _case(seed, rows, sizes, atoms, quantiles=quantiles, span=span, pad=pad)
+    _compare(_run(device, case), _reference(case), loose=3e-5)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+def test_each_loss_alone(device: Device, name: str) -> None:
+    case = _case(11, 9, (3, 2, 4))
+    case.weights = {name: 0.6}
+    _compare(_run(device, case), _reference(case))
+
+
+@pytest.mark.parametrize("branches", [(3, 3, 3, 3), (1,), (4, 1, 3)])
+def test_agrees_with_the_reference_of_the_step(device: Device, branches: tuple[int, ...]) -> None:
+    """Losses and priorities of a whole step; its head gradients by way of the output layers' bias gradients."""
+    config = Config(
+        **{"batch": 9, "state": 8, "h1": 6, "h2": 6, "value_h": 5, "adv_h": 5, "iqn_h": 5, "iqn_cos": 4},
+        **dict.fromkeys(("tokens", "ofi", "aux_h", "cur_h", "iql_h", "ens"), 0),
+        branches=branches,
+    )
+    state, batch = random_case(5, config)
+    s, after = scene(config, state, batch)
+    target = state["target"]
+    target_heads = heads(config, target, trunk(target, s.batch["next_state"])["h2"], None, None)
+
+    def outputs(p: dict[str, np.ndarray], cache: dict[str, np.ndarray]) -> list[np.ndarray]:
+        value = cache["vh"] @ p["w_v2"].T + p["b_v2"]
+        advs = [cache[f"hidden{d}"] @ p[f"w_b{d}out"].T + p[f"b_b{d}out"] for d in range(len(branches))]
+        return [x.astype(np.float32) for x in (value, *advs)]
+
+    v, *adv = outputs(state["params"], s.nets["heads"])
+    v_target, *adv_target = outputs(target, target_heads)
+    case = Case(branches, config.atoms, config.v_min, config.v_max, v, adv, v_target, adv_target, **{
+        "actions": batch["actions"],
+        "best": after["best"],
+        "theta": s.nets["iqn"]["theta"].astype(np.float32),
+        "weights": {name: s.signals[name] for name in WEIGHTS},
+        **{name: batch[name].astype(np.float32) for name in ("reward", "discount", "weight")},
+    })  # fmt: skip
+    result = _run(device, case)
+    expected = losses(config, s.signals, s.batch, s.nets, s.goal)
+    assert_close(result["td"], td_errors(config, s.batch, s.nets, s.goal), atol=1e-5, name="td")
+    for name in ("c51", "cql", "distill"):
+        assert_close(result[f"loss_{name}"][0], expected[f"L_{name}"], atol=1e-5, name=name)
+    merged = [maker(s).merged() for maker in (gradients.c51, gradients.cql, gradients.distill)]
+    for tensor, bias in {"dv": "b_v2", **{f"dadv{d}": f"b_b{d}out" for d in range(len(branches))}}.items():
+        total = sum(component[bias] for component in merged)
+        assert_close(result[tensor].sum(axis=0), total, atol=2e-6, name=bias)
+
+
+def test_projection_reference_agrees_with_the_one_of_the_step() -> None:
+    config = Config(atoms=17, v_min=-2.0, v_max=3.0)
+    rng = np.random.default_rng(0)
+    r, disc, p = rng.normal(size=20) * 3, rng.choice([0.0, 0.2, 0.9], 20), rng.dirichlet(np.ones(17), 20)
+    expected = project(config, r, disc, p[:, None, :])[:, 0]
+    assert_close(reference_project(r, disc, p, -2.0, 3.0), expected, atol=1e-14)
+    assert_close(expected.sum(axis=1), np.ones(20), atol=1e-14)
+
+
+def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
+    """Whatever the row holds; the losses themselves are not scaled."""
+    case = _case(2, 6, (3, 2))
+    case.v[0], case.reward[1], case.adv[1][2, 5] = np.nan, np.nan, np.inf
+    case.v_target[:] = np.nan
+    assert case.theta is not None
+    case.theta[3] = np.inf
+    case.weights = dict.fromkeys(WEIGHTS, 0.0)
+    result = _run(device, case)
+    for name in ("dv", "dadv0", "dadv1"):
+        np.testing.assert_array_equal(result[name], 0.0)
+    assert all(np.isnan(result[name][0]) for name in ("loss_c51", "loss_cql", "loss_distill"))
+
+    case = _case(2, 6, (3, 2))
+    assert case.theta is not None
+    case.theta[:] = np.nan  # poisons distillation alone
+    case.v_target[:] = np.inf  # poisons the distributional loss alone
+    case.weights = {"w_c51": 0.0, "w_cql": 0.5, "w_distill": 0.0}
+    clean = _case(2, 6, (3, 2))
+    clean.weights = {"w_cql": 0.5}
+    expected = _run(device, clean)
+    for name, array in _run(device, case).items():
+        if name.startswith("d"):
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
+    case = _case(3, 8, (3, 4))
+    case.discount[:] = [0.0, 0.9] * 4
+    clean = _run(device, case)
+    _compare(clean, _reference(case))
+    case.v_target[::2], case.adv_target[1][::2] = np.nan, np.inf
+    dirty = _run(device, case)
+    for name, array in dirty.items():
+        np.testing.assert_array_equal(array, clean[name])
+
+
+def test_rewards_that_are_not_finite(device: Device) -> None:
+    """An infinite one lands on the outermost atom, as the projection says; NaN reaches loss and gradient."""
+    case = _case(4, 6, (3, 2))
+    case.discount[:] = [0.9, 0.0, 0.9, 0.0, 0.9, 0.9]
+    case.reward[:4] = [np.inf, np.inf, -np.inf, -np.inf]
+    result = _run(device, case)
+    _compare(result, _reference(case))
+    assert all(np.isfinite(array).all() for array in result.values())
+
+    case.reward[4] = np.nan
+    result = _run(device, case)
+    _compare(result, _reference(case))
+    bad = np.arange(6) == 4
+    np.testing.assert_array_equal(np.isnan(result["td"]), bad)
+    np.testing.assert_array_equal(np.isnan(result["dv"]).all(axis=1), bad)
+    assert np.isnan(result["loss_c51"][0]) and np.isfinite(result["loss_cql"][0])
+
+
+def test_networks_that_are_not_finite(device: Device) -> None:
+    """A NaN anywhere in a live row is in its priority and its gradient."""
+    case = _case(6, 5, (3, 2))
+    case.discount[:] = 0.9
+    case.v[0, 7], case.adv[1][1, 60], case.v_target[2, 3], case.adv_target[0][3, 100] = [np.nan] * 4
+    result = _run(device, case)
+    for name in ("td", "dv"):
+        bad = np.isnan(result[name]).reshape(5, -1).any(axis=1)
+        np.testing.assert_array_equal(bad, [True, True, True, True, False], err_msg=name)
+
+
+def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
+    case = _case(7, 4, (3, 2))
+    clean = _run(device, case)
+    case.actions[1, 0], case.actions[2, 1] = 3, -1
+    dirty = _run(device, case)
+    np.testing.assert_array_equal(np.isnan(dirty["td"]), [False, True, True, False])
+    assert np.isnan(dirty["dv"][1:3]).all() and np.isnan(dirty["dadv0"][1]).all() and np.isnan(dirty["dadv1"][2]).all()
+    for name in ("td", "dv", "dadv0", "dadv1"):
+        np.testing.assert_array_equal(dirty[name][[0, 3]], clean[name][[0, 3]])
+
+
+def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:
+    """The range of atoms that the projection looks at never loses one."""
+    for discount in (1e-6, 0.0099, 0.01, 0.5, 1.0, 4.0, -0.5):
+        case = _case(8, 12, (3,), 33, quantiles=0)
+        case.discount[:] = discount
+        case.reward[:] = [-1e30, -1e4, -20, -10, -9.99, -0.3, 0.0, 0.3, 9.99, 10, 20, 1e30]
+        case.weights = {"w_c51": 1.0}
+        _compare(_run(device, case), _reference(case), loose=2e-5)
+
+
+def test_bits_do_not_depend_on_the_outputs_nor_on_the_place_in_the_batch(device: Device) -> None:
+    case = _case(9, 11, (3, 3, 3))
+    full = _run(device, case)
+    again = _run(device, case)
+    for name, array in full.items():
+        np.testing.assert_array_equal(array, again[name])
+    for outputs in ((), ("td",), ("loss_cql", "loss_distill")):
+        part = _run(device, case, outputs=outputs)
+        assert set(part) == {*outputs, "dv", "dadv0", "dadv1", "dadv2"}
+        for name, array in part.items():
+            np.testing.assert_array_equal(array, full[name])
+    alone = _run(device, case, gradient=False)
+    assert set(alone) == {"td", *LOSSES}
+    np.testing.assert_array_equal(alone["td"], full["td"])
+    rows = np.r_[10, 3, 3, 0:11]
+    for name in ("v", "v_target", "theta", "actions", "best", "reward", "discount", "weight"):
+        setattr(case, name, getattr(case, name)[rows])
+    case.adv, case.adv_target = [x[rows] for x in case.adv], [x[rows] for x in case.adv_target]
+    np.testing.assert_array_equal(_run(device, case)["td"], full["td"][rows])
+
+
+def test_what_does_not_fit_is_refused(device: Device) -> None:
+    def build(case: Case, **options: Any) -> None:
+        _build(device, case, **{"gradient": True, "outputs": ("td",), **options})
+
+    case = _case(0, 4, (3, 2))
+    case.reward = case.reward[:3]
+    with pytest.raises(ProgramError, match=r"reward must be float32 \(4,\), got float32 \(3,\)"):
+        build(case)
+    case = _case(0, 4, (3, 2))
+    case.actions = case.actions[:, :1]
+    with pytest.raises(ProgramError, match=r"actions must be int32 \(4, 2\), got int32 \(4, 1\)"):
+        build(case)
+    case = _case(0, 4, (3, 2))
+    case.adv_target = case.adv_target[:1]
+    with pytest.raises(ProgramError, match=r"online branches|target\.lse must be float32 \(4, 5\)|target branches"):
+        build(case)
+    case = _case(0, 4, (3, 2), quantiles=0)
+    with pytest.raises(ProgramError, match="w_distill and loss_distill need theta"):
+        build(case, outputs=("loss_distill",))
+    case = _case(0, 4, (3, 2))
+    case.theta = case.theta[:, :, :4] if case.theta is not None else None
+    with pytest.raises(ProgramError, match=r"theta must be float32 \(4, N, 5\)"):
+        build(case)
+    case = _case(0, 4, (3, 2))
+    case.weights = {}
+    with pytest.raises(ProgramError, match="at least one of w_c51, w_cql, w_distill"):
+        build(case)
+    with pytest.raises(ProgramError, match="9 branches; the kernel takes 1 to 8"):
+        build(_case(0, 4, (2,) * 9))
