@@ -46,6 +46,7 @@ class Checkpoint:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
             os.replace(temporary, target)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -77,3 +78,10 @@ class Checkpoint:
             config=metadata["config"],
             seed=int(metadata["seed"]),
         )
+
+
+def _umask() -> int:
+    """The process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

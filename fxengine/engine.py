@@ -262,9 +262,9 @@ class Engine:
         self._graph = self.plan.capture(stream=self.stream)
         self._replay = partial(self._graph.launch, stream=self.stream)
 
-        row = telemetry_rows.row_bytes(len(builder.reports))
+        row = telemetry_rows.row_bytes(len(builder.reported))
         self._telemetry = Telemetry(
-            builder.reports,
+            builder.reported,
             builder.signals.groups,
             self.plan.mapped("telemetry.ring").array.reshape(telemetry_rows.RING_ROWS, row),
             self.plan.mapped("telemetry.head").array.view(np.uint64),

@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-#: Float32 slots in a row.
+#: Float32 slots of the device snapshot.
 SLOTS = 512
-#: 32-bit mask words behind the slots of a row: bit i says that slot i is to be copied.
-MASK_WORDS = SLOTS // 32
-#: Floats from one row to the next (slots and mask, padded to 128 bytes).
-ROW_STRIDE = SLOTS + 32
+#: Slots that every row carries: those of the host.
+HOST_SLOTS = 128
+#: Device-owned slots that one launch can override.
+MAX_OVERRIDES = 63
+#: Words from one row to the next: host slots, number of overrides, an unused word, (slot, value) pairs.
+ROW_STRIDE = HOST_SLOTS + 2 + 2 * MAX_OVERRIDES
 #: Rows of the ring: so many replays may be queued before `step()` waits for the oldest.
 RING_ROWS = 64
 #: Most parameter groups a step can have (slots are reserved for so many).
@@ -38,6 +40,7 @@ GROUPS = (
 BOUND_FAMILIES = ("weight", "adam_m", "adam_v", "grad")
 
 _INF = math.inf
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # name: (slot, default, lowest, highest)
 _HOST: dict[str, tuple[int, float, float, float]] = {
     "w_c51": (0, 1.0, 0.0, _INF),
@@ -118,6 +121,9 @@ class SignalMap:
                 slots.append(Slot(f"bound.{family}.{group}", bound_slot(g, family), 0.0, 0.0, _INF, device_owned=True))
         slots += [Slot(name, index, 0.0, -_INF, _INF, device_owned=True) for name, index in _STATE.items()]
         self.slots: dict[str, Slot] = {s.name: s for s in slots}
+        self._families = {
+            prefix: tuple(self.slots[f"{prefix}.{group}"] for group in self.groups.values()) for prefix in _PER_GROUP
+        }
 
     def slot(self, name: str) -> Slot:
         """The slot of a name. Raises KeyError naming the nearest known signals."""
@@ -130,11 +136,9 @@ class SignalMap:
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise KeyError(f"no signal '{name}'{hint}") from None
 
-    def expand(self, name: str) -> list[Slot]:
+    def expand(self, name: str) -> Sequence[Slot]:
         """The slots a name stands for: `lr` and `clip` stand for those of every group."""
-        if name in _PER_GROUP:
-            return [self.slots[f"{name}.{group}"] for group in self.groups.values()]
-        return [self.slot(name)]
+        return self._families.get(name) or (self.slot(name),)
 
     @property
     def host_names(self) -> list[str]:
@@ -169,13 +173,12 @@ class Signals:
         self._finished = finished
         self._idle = idle
         self._lock = threading.Lock()
-        self._values = np.zeros(ROW_STRIDE, np.float32)
-        self._mask = self._values.view(np.uint32)[SLOTS : SLOTS + MASK_WORDS]
+        self._row = np.zeros(ROW_STRIDE, np.float32)
+        self._values = self._row[:HOST_SLOTS]
+        self._overrides: dict[int, float] = {}
         for slot in slots.slots.values():
             if not slot.device_owned:
                 self._values[slot.index] = slot.default
-                self._mask[slot.index // 32] |= np.uint32(1 << (slot.index % 32))
-        self._host_mask = self._mask.copy()
         self._version = 1
         self._row_version = [0] * len(rows)
         self._known_finished = 0
@@ -198,13 +201,16 @@ class Signals:
             KeyError: no such signal, or it is owned by the device.
             ValueError: a value is not finite in float32 or outside its signal's range; nothing is set then.
         """
-        writes = [(slot, _checked(slot, value)) for name, value in values.items() for slot in self.map.expand(name)]
-        for slot, _ in writes:
-            if slot.device_owned:
-                raise KeyError(f"'{slot.name}' is owned by the device; use override() to set it at the next launch")
+        writes = []
+        for name, value in values.items():
+            slots = self.map.expand(name)  # the slots of one family share their range
+            if slots[0].device_owned:
+                raise KeyError(f"'{name}' is owned by the device; use override() to set it at the next launch")
+            writes.append((slots, _checked(slots[0], value)))
         with self._lock:
-            for slot, value in writes:
-                self._values[slot.index] = value
+            for slots, number in writes:
+                for slot in slots:
+                    self._values[slot.index] = number
             self._version += 1
 
     def override(self, name: str, value: float) -> None:
@@ -212,15 +218,16 @@ class Signals:
 
         Raises:
             KeyError: no such signal, or it is host-owned.
-            ValueError: the value is not finite in float32 or out of range.
+            ValueError: the value is not finite in float32 or out of range, or too many slots are overridden at once.
         """
         slot = self.map.slot(name)
         if not slot.device_owned:
             raise KeyError(f"'{name}' is owned by the host; set it with signals['{name}'] = value")
         checked = _checked(slot, value)
         with self._lock:
-            self._values[slot.index] = checked
-            self._mask[slot.index // 32] |= np.uint32(1 << (slot.index % 32))
+            if slot.index not in self._overrides and len(self._overrides) == MAX_OVERRIDES:
+                raise ValueError(f"at most {MAX_OVERRIDES} slots can be overridden per launch; call step() first")
+            self._overrides[slot.index] = checked
             self._version += 1
 
     def as_dict(self) -> dict[str, float]:
@@ -242,11 +249,19 @@ class Signals:
         row = replay % count
         with self._lock:
             if self._row_version[row] != self._version:
-                self._rows[row] = self._values
-                self._row_version[row] = self._version
-                if not np.array_equal(self._mask, self._host_mask):
-                    self._mask[:] = self._host_mask  # an override holds for one launch
-                    self._version += 1
+                self._write_row(row)
+
+    def _write_row(self, row: int) -> None:
+        words = self._row.view(np.uint32)
+        words[HOST_SLOTS] = len(self._overrides)
+        for i, (slot, value) in enumerate(self._overrides.items()):
+            words[HOST_SLOTS + 2 + 2 * i] = slot
+            self._row[HOST_SLOTS + 3 + 2 * i] = value
+        self._rows[row] = self._row
+        self._row_version[row] = self._version
+        if self._overrides:  # they hold for one launch: every row, this one included, is to be written again
+            self._overrides.clear()
+            self._version += 1
 
     def _wait(self, needed: int) -> None:
         spins = 0
@@ -264,11 +279,11 @@ class Signals:
                 time.sleep(0)
 
 
-def _checked(slot: Slot, value: float) -> np.float32:
-    with np.errstate(over="ignore"):
-        number = np.float32(value)
-    if not np.isfinite(number):
+def _checked(slot: Slot, value: float) -> float:
+    """The value, rounded to float32."""
+    number = float(value)
+    if not -_MAX_FLOAT32 <= number <= _MAX_FLOAT32:  # NaN fails too
         raise ValueError(f"signal '{slot.name}' must be finite in float32, got {value!r}")
     if not slot.low <= number <= slot.high:
         raise ValueError(f"signal '{slot.name}' must be in [{slot.low:g}, {slot.high:g}], got {value!r}")
-    return number
+    return float(np.float32(number))

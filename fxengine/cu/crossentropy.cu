@@ -1,7 +1,5 @@
 // Softmax cross-entropy over valid rows, forward and backward in one pass.
 //
-// fx_count_valid: valid = number of labels inside [0, classes). One block per record.
-//
 // fx_crossentropy: logits [rows, classes], labels [rows]; a label outside [0, classes) masks its row.
 //   probabilities[b, :] = softmax(logits[b, :])                       (every row, masked or not)
 //   wire[b]             = p[b, 1] - p[b, 0], two classes only         (every row)
@@ -15,21 +13,12 @@
 // third reads hit the first-level cache.
 #include "fx.cuh"
 
-struct CountValid {
-    int first_tile;
-    int tiles;
-    const int* labels;  // [n]
-    int* valid;         // number of valid labels
-    int n;
-    int classes;
-};
-
 struct CrossEntropy {
     int first_tile;
     int tiles;
     const float* logits;    // [rows, classes]
     const int* labels;      // [rows] or null
-    const int* valid;       // number of valid rows; needed by dlogits
+    int* valid;             // receives the number of valid rows; null with labels = null
     const float* weight;    // weight of the loss; needed by dlogits
     float* dlogits;         // [rows, classes] or null
     float* probabilities;   // [rows, classes] or null
@@ -45,24 +34,20 @@ struct CrossEntropy {
     int lanes;              // lanes per row: 2, 8 or 32
 };
 
-extern "C" __global__ void __launch_bounds__(256) fx_count_valid(const CountValid* table, int count) {
-    __shared__ int scratch[8];
-    int tile;
-    const CountValid record = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
+// Every block counts all labels for itself: that is cheaper than a launch that only counts, and the order of a sum of
+// whole numbers does not matter.
+__device__ __forceinline__ int count_valid(const CrossEntropy& record, int* scratch) {
     int valid = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) {
+    for (int i = static_cast<int>(threadIdx.x); i < record.rows; i += 256) {
         const int label = record.labels[i];
         valid += label >= 0 && label < record.classes;
     }
-    valid = fx_block_sum(valid, scratch);
-    if (threadIdx.x == 0) *record.valid = valid;
+    return fx_block_sum(valid, scratch);
 }
 
 // The outputs' fields are read where they are used: held in registers from the start they would be spilled.
 template <int LANES>
-__device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, int tile, double* losses, int* hits) {
+__device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, int tile, int total, double* losses, int* hits) {
     constexpr int none = 0x7fffffff;
     const int lane = static_cast<int>(threadIdx.x) % LANES;
     const long long row = static_cast<long long>(tile) * (256 / LANES) + static_cast<int>(threadIdx.x) / LANES;
@@ -103,12 +88,12 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
     const bool counts = valid && lane == 0;
     if (double* out = record.loss_partials; out != nullptr) {
         const float loss = distance == 0.0f ? log1pf(rest) : logf(sum) - distance;
-        const double total = fx_block_sum(counts ? static_cast<double>(loss) : 0.0, losses);
-        if (threadIdx.x == 0) out[tile] = total;
+        const double sum_of_tile = fx_block_sum(counts ? static_cast<double>(loss) : 0.0, losses);
+        if (threadIdx.x == 0) out[tile] = sum_of_tile;
     }
     if (int* out = record.correct_partials; out != nullptr) {
-        const int total = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
-        if (threadIdx.x == 0) out[tile] = total;
+        const int right = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
+        if (threadIdx.x == 0) out[tile] = right;
     }
 
     if (float* out = record.probabilities; out != nullptr) {
@@ -120,7 +105,6 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
     }
     if (float* out = record.dlogits; out != nullptr) {
         out += row * record.ld_dlogits;
-        const int total = *record.valid;
         const float weight = *record.weight;
         const float scale = fx_divide(weight, static_cast<float>(total > 1 ? total : 1));
         const bool flows = valid && weight != 0.0f;
@@ -134,16 +118,19 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
 extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEntropy* table, int count) {
     __shared__ double losses[8];
     __shared__ int hits[8];
+    __shared__ int labelled[8];
     int tile;
     const CrossEntropy& record = fx_record(table, count, tile);
     const int lanes = record.lanes;
     fx_wait();
     fx_trigger();
+    const int valid = record.labels != nullptr ? count_valid(record, labelled) : 0;
+    if (tile == 0 && threadIdx.x == 0 && record.valid != nullptr) *record.valid = valid;
     if (lanes == 2) {
-        crossentropy_rows<2>(record, tile, losses, hits);
+        crossentropy_rows<2>(record, tile, valid, losses, hits);
     } else if (lanes == 8) {
-        crossentropy_rows<8>(record, tile, losses, hits);
+        crossentropy_rows<8>(record, tile, valid, losses, hits);
     } else {
-        crossentropy_rows<32>(record, tile, losses, hits);
+        crossentropy_rows<32>(record, tile, valid, losses, hits);
     }
 }

@@ -139,7 +139,8 @@ __device__ __forceinline__ void glunorm_forward_row(const GluNormForward& r, lon
     }
     rest = fx_warp_sum(rest) * r.inverse_width;
     const float mean = guess + rest;
-    const float rstd = rsqrtf(fx_warp_sum(squares) * r.inverse_width - rest * rest + r.eps);
+    const float variance = fx_warp_sum(squares) * r.inverse_width - rest * rest;
+    const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + r.eps);  // NaN passes
     if (r.stats != nullptr && lane == 0) {
         r.stats[2 * row] = mean;
         r.stats[2 * row + 1] = rstd;
@@ -225,7 +226,7 @@ __device__ __forceinline__ void glunorm_backward_row(const GluNormBackward& r, l
 
     float* da = r.dg + row * r.lddg + lane;
     float* dc = da + r.width;
-    float* dskip = r.dskip + row * r.ld_dskip + lane;
+    float* dskip = r.dskip != nullptr ? r.dskip + row * r.ld_dskip + lane : nullptr;
 #pragma unroll
     for (int i = 0; i < stop; i += GLU_CHUNK) {
         GluNormQuad& quad = kept[KEEP > 0 ? i / GLU_CHUNK : 0];
@@ -240,7 +241,7 @@ __device__ __forceinline__ void glunorm_backward_row(const GluNormBackward& r, l
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[e] = dy[e] * quad.a[e] * quad.gate_slope[e];
         fx_store(dc + i, out, left - i, quads);
-        if (r.dskip == nullptr) continue;
+        if (dskip == nullptr) continue;
         float before[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         if (r.accumulate != 0) fx_load(before, dskip + i, left - i, quads);
 #pragma unroll

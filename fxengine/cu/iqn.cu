@@ -98,7 +98,7 @@ struct IqnLoss {
 };
 
 // Four neighbouring columns of a row.
-struct IqnQuad {
+struct alignas(16) IqnQuad {
     float at[4];
 };
 

@@ -18,7 +18,7 @@
 #include "fx.cuh"
 
 // g++ does not know `#pragma unroll`, and vectorises the loops over register tiles only once they are unrolled: that
-// makes the simulated device three times faster.
+// makes the simulated device several times faster.
 #if !FX_DEVICE && defined(__GNUC__) && !defined(__clang__)
 #define FX_UNROLL _Pragma("GCC unroll 16")
 #else

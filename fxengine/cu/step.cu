@@ -1,13 +1,10 @@
-// fx_begin, fx_end: the two ends of a replay. One block per record; a program has one of each.
+// fx_end: the last node of a replay. One block.
 //
-// fx_begin copies one row of the host's signal ring (mapped, pinned) to the device snapshot that all kernels read.
-//   ring row   : [slots floats][slots/32 unsigned mask words], row_stride floats from row to row; slots % 32 == 0
-//   row index  : replays finished % rows
-//   snapshot   : signals[i] = row[i] where bit i % 32 of mask word i / 32 is set, else unchanged
-//   The host always sets the bits of the slots it owns; those that the device owns only to override them once.
-//
-// fx_end writes one row of the telemetry ring (mapped, pinned), then advances the counters.
-//   ring row   : [u64 sequence][u64 t][u64 skipped][u64 group mask][n floats], row_words u64 words from row to row
+// It finishes the sums that are reported (losses, shares of right rows), writes one row of the telemetry ring (mapped, pinned), and
+// advances the counters.
+//   ring row   : [u64 sequence][u64 t][u64 skipped][u64 group mask][n floats][sums floats], row_words words from row to row
+//   sums       : sum of `lengths[i]` partial results / (divisors[i] * max(1, *denominators[i])), in fixed order: a warp
+//                per sum, lane i adds the partials i, i + 32, ... in turn, then one warp sum
 //   row index  : (sequence - 1) % rows; sequence = replays finished, this one included
 //   t, skipped : Adam steps done and steps skipped, after this replay; group mask: bit g = norm of group g not finite
 //   head       : sequence of the newest complete row
@@ -16,17 +13,6 @@
 //
 // counters: u64 [0] replays finished, [1] t, [2] skipped, [3] seed.
 #include "fx.cuh"
-
-struct Begin {
-    int first_tile;
-    int tiles;
-    const float* ring;                   // mapped signal ring
-    const unsigned long long* counters;  // 4 counters
-    float* signals;                      // snapshot, `slots` floats
-    int row_stride;                      // floats between rows
-    int rows;                            // length of the ring
-    int slots;                           // number of slots, a multiple of 32
-};
 
 struct End {
     int first_tile;
@@ -37,40 +23,34 @@ struct End {
     const unsigned long long* group_mask; // groups whose norm is not finite, or null
     unsigned long long* ring;             // mapped telemetry ring
     unsigned long long* head;             // mapped: sequence of the newest complete row
+    const double* values_of[32];          // partial results of each sum, null where they are counts
+    const int* counts_of[32];             // partial counts, null where they are values
+    const int* denominators[32];          // null = 1
+    double divisors[32];                  // constant part of the denominator
+    int lengths[32];                      // number of partial results
+    int sums;                             // number of sums, at most 32
     int n;                                // number of values
     int row_words;                        // u64 words between rows
     int rows;                             // length of the ring
 };
 
-extern "C" __global__ void __launch_bounds__(256) fx_begin(const Begin* table, int count) {
-    int tile;
-    const Begin record = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
-    const u64 row = record.counters[0] % static_cast<u64>(record.rows);
-    const float* values = record.ring + row * static_cast<u64>(record.row_stride);
-    const unsigned* masks = reinterpret_cast<const unsigned*>(values + record.slots);
-    // A load from the host takes over a microsecond: all of a thread's loads are issued before the first is used.
-    for (int base = static_cast<int>(threadIdx.x); base < record.slots; base += 4 * 256) {
-        float value[4];
-        unsigned mask[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int slot = base + 256 * k;
-            value[k] = slot < record.slots ? fx_load_fresh(values + slot) : 0.0f;
-            mask[k] = slot < record.slots ? fx_load_fresh(masks + (slot >> 5)) : 0u;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int slot = base + 256 * k;
-            if ((mask[k] >> (slot & 31)) & 1u) record.signals[slot] = value[k];
-        }
+// One warp.
+__device__ __forceinline__ float finish_sum(const End& record, int i) {
+    const int lane = static_cast<int>(threadIdx.x & 31u);
+    double sum = 0.0;
+    if (const double* values = record.values_of[i]; values != nullptr) {
+        for (int k = lane; k < record.lengths[i]; k += 32) sum += values[k];
+    } else {  // whole numbers below 2^53: exact in any order
+        for (int k = lane; k < record.lengths[i]; k += 32) sum += record.counts_of[i][k];
     }
+    sum = fx_warp_sum(sum);
+    const int denominator = record.denominators[i] != nullptr ? *record.denominators[i] : 1;
+    return static_cast<float>(sum / (record.divisors[i] * (denominator > 1 ? denominator : 1)));
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_end(const End* table, int count) {
     int tile;
-    const End record = fx_record(table, count, tile);
+    const End& record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
     const u64 finished = record.counters[0];
@@ -83,6 +63,10 @@ extern "C" __global__ void __launch_bounds__(256) fx_end(const End* table, int c
     __syncthreads();  // nobody writes data before the row is marked as being written; all have read counters[0]
     for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) {
         fx_store_through(values + i, record.values[i]);
+    }
+    for (int i = static_cast<int>(threadIdx.x >> 5); i < record.sums; i += 8) {
+        const float sum = finish_sum(record, i);
+        if ((threadIdx.x & 31u) == 0) fx_store_through(values + record.n + i, sum);
     }
     if (threadIdx.x == 0) {
         const bool skipped = record.skip != nullptr && *record.skip != 0;

@@ -69,8 +69,8 @@ def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor)
             logits,
             labels,
             weight=step.signal(weight),
-            loss=step.report(f"L_{name}"),
-            accuracy=step.report(f"accuracy_{name}"),
+            loss=f"L_{name}",
+            accuracy=f"accuracy_{name}",
             wire=out,
             name=name,
         )

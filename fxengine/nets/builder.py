@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fxengine.train.optimizer import optimize
 from numpy.typing import DTypeLike, NDArray
 
 from fxengine import signals as signal_rows
@@ -16,8 +15,10 @@ from fxengine.driver import Buffer, Target
 from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
 from fxengine.nets.tape import Tape
 from fxengine.ops import gather, step
+from fxengine.ops.reduce import sum_partials
 from fxengine.signals import SignalMap
 from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
+from fxengine.train.optimizer import optimize
 
 #: Words of the device-side counters: replays finished, Adam step t, skipped steps, RNG seed.
 COUNTERS = ("replays", "step", "skipped", "seed")
@@ -67,6 +68,7 @@ class StepBuilder:
         self.outputs: dict[str, Tensor] = {}
         self.fixed_parameters: dict[str, Tensor] = {}
         self.reports: list[str] = []
+        self._sums: dict[str, step.Sum] = {}
         self._shared = dict(shared or {})
         self._data = dict(data or {})
         self._groups: list[ParamGroup] = []
@@ -81,7 +83,14 @@ class StepBuilder:
             self._ring = self.program.tensor(
                 "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
             )
-            step.begin(self.program, ring=self._ring, counters=self.counters, signals=self.snapshot)
+            gather.gather_signals(
+                self.program,
+                self._ring,
+                self.snapshot,
+                words=signal_rows.HOST_SLOTS,
+                counters=self.counters,
+                label="signals",
+            )
 
     # -- declarations --------------------------------------------------------------------------------------------
 
@@ -135,12 +144,29 @@ class StepBuilder:
 
     def report(self, name: str) -> Tensor:
         """One float of the telemetry row, read by the host under `name`. Zero unless written in the step."""
-        if name in self.reports:
+        if name in self.reported:
             raise ProgramError(f"telemetry value '{name}' is taken")
         if len(self.reports) == _REPORT_SLOTS:
             raise ProgramError(f"a step reports at most {_REPORT_SLOTS} values; '{name}' does not fit")
         self.reports.append(name)
         return self._reports.rows(len(self.reports) - 1, len(self.reports))
+
+    def report_sum(
+        self, name: str, partials: Tensor, *, denominator: Tensor | None = None, divisor: float = 1.0
+    ) -> None:
+        """Report sum(partials) / (divisor * max(1, denominator)) under `name`, added up by the step's last node."""
+        if not self.train:  # an evaluation has no such node
+            out = self.report(name)
+            sum_partials(self.program, partials, out, denominator=denominator, divisor=divisor, label=name)
+            return
+        if name in self.reported:
+            raise ProgramError(f"telemetry value '{name}' is taken")
+        self._sums[name] = step.Sum(partials, denominator, divisor)
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of all telemetry values, in row order."""
+        return (*self.reports, *self._sums)
 
     def output(self, name: str, tensor: Tensor) -> Tensor:
         """Give a tensor a name under which the host reads it after a step."""
@@ -151,7 +177,7 @@ class StepBuilder:
     def tape(self) -> Tape:
         """The tape; asking for it closes the declaration of groups."""
         if self._tape is None:
-            self._tape = Tape(self.program, ParamGroups(self._groups), train=self.train)
+            self._tape = Tape(self.program, ParamGroups(self._groups), report=self.report_sum, train=self.train)
         return self._tape
 
     @property
@@ -173,7 +199,7 @@ class StepBuilder:
         guard = optimize(self.program, self.groups, signal=self.signal, counters=self.counters, norms=norms)
         rows = telemetry_rows.RING_ROWS
         ring = self.program.tensor(
-            "telemetry.ring", (rows, telemetry_rows.row_bytes(len(self.reports))), np.uint8, arena=MAPPED
+            "telemetry.ring", (rows, telemetry_rows.row_bytes(len(self.reported))), np.uint8, arena=MAPPED
         )
         head = self.program.tensor("telemetry.head", (1,), np.uint64, arena=MAPPED)
         step.end(
@@ -181,6 +207,7 @@ class StepBuilder:
             values=self._reports.rows(0, len(self.reports)),
             counters=self.counters,
             guard=guard,
+            sums=list(self._sums.values()),
             ring=ring,
             head=head,
             after=[g.params for g in self.groups],

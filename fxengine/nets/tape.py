@@ -32,13 +32,17 @@ class Tape:
     Args:
         program: receives the records.
         groups: parameters by name.
+        report: receives what ops report: name, partial results, denominator (`StepBuilder.report_sum`).
         train: False builds the forward alone: no gradient is declared.
     """
 
-    def __init__(self, program: Program, groups: ParamGroups, *, train: bool = True) -> None:
+    def __init__(
+        self, program: Program, groups: ParamGroups, *, report: Callable[..., None], train: bool = True
+    ) -> None:
         self.program = program
         self.groups = groups
         self.train = train
+        self._report = report
         self._gradients: dict[Tensor, _Gradient] = {}
         self._backward: list[Callable[[], None]] = []
         self._written: set[str] = set()
@@ -47,9 +51,7 @@ class Tape:
         """sg(x): the same elements without a gradient. No kernel downstream gets an input-gradient argument."""
         return replace(x)
 
-    def linear(
-        self, x: Tensor, w: str, b: str | None = None, *, activation: Activation = "none", name: str
-    ) -> Tensor:
+    def linear(self, x: Tensor, w: str, b: str | None = None, *, activation: Activation = "none", name: str) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
 
         Backward: the weight and bias gradients, and x's gradient if x is tracked.
@@ -77,29 +79,31 @@ class Tape:
         labels: Tensor,
         *,
         weight: Tensor,
-        loss: Tensor,
-        accuracy: Tensor | None = None,
+        loss: str,
+        accuracy: str | None = None,
         wire: Tensor | None = None,
         name: str,
     ) -> None:
         """Mean cross-entropy over the valid rows (label in [0, classes)), times the signal `weight` in the gradient.
 
-        Writes the unweighted loss and the share of right rows to one-float tensors, and p_up - p_down to `wire`.
+        Reports the unweighted loss and the share of right rows under the given names; writes p_up - p_down to `wire`.
         """
-        gradient = self._gradients[logits].tensor if logits in self._gradients else None
-        crossentropy.crossentropy(
+        gradient = self._gradients.get(logits)
+        partials = crossentropy.crossentropy(
             self.program,
             logits,
             labels,
             weight=weight,
-            dlogits=gradient,
-            loss=loss,
-            accuracy=accuracy,
+            dlogits=gradient.tensor if gradient else None,
             wire=wire,
             name=name,
         )
+        assert partials is not None  # labels were given
+        self._report(loss, partials.losses, denominator=partials.valid)
+        if accuracy is not None:
+            self._report(accuracy, partials.correct, denominator=partials.valid)
         if gradient is not None:
-            self._gradients[logits].written = True
+            gradient.written = True
 
     def backward(self) -> None:
         """Append the backward of everything recorded so far, last op first.

@@ -14,39 +14,28 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.ops.reduce import sum_partials
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["rows"]) // (256 // int(fields["lanes"])))
 
 
-COUNT_VALID = Family("count_valid", "crossentropy.cu", "fx_count_valid", "CountValid", tiles=lambda fields: 1)
 CROSSENTROPY = Family("crossentropy", "crossentropy.cu", "fx_crossentropy", "CrossEntropy", tiles=_tiles)
 
 
-def count_valid(program: Program, labels: Tensor, valid: Tensor, *, classes: int, label: str) -> None:
-    """Append: valid = number of labels inside [0, classes).
+@dataclass(frozen=True)
+class Partials:
+    """What a cross-entropy leaves for its reports: loss = sum(losses) / max(1, valid), accuracy likewise.
 
-    Args:
-        program: program to append to.
-        labels: int32 [n].
-        valid: int32 [1], overwritten.
-        classes: number of classes.
-        label: shown in tables.
-
-    Raises:
-        ValueError: a dtype or shape is not one of these.
+    Attributes:
+        losses: float64 [tiles], sums of -log p[label] over the valid rows of a tile.
+        correct: int32 [tiles], valid rows whose argmax is the label.
+        valid: int32 [1], number of valid rows.
     """
-    _require(labels, np.int32, (labels.shape[0],), "labels", label)
-    _require(valid, np.int32, (1,), "valid", label)
-    program.launch(
-        COUNT_VALID,
-        {"labels": labels, "valid": valid, "n": labels.shape[0], "classes": classes},
-        reads=[labels],
-        writes=[valid],
-        label=label,
-    )
+
+    losses: Tensor
+    correct: Tensor
+    valid: Tensor
 
 
 def crossentropy(
@@ -55,29 +44,26 @@ def crossentropy(
     labels: Tensor | None = None,
     *,
     weight: Tensor | None = None,
-    valid: Tensor | None = None,
     dlogits: Tensor | None = None,
     probabilities: Tensor | None = None,
     wire: Tensor | None = None,
-    loss: Tensor | None = None,
-    accuracy: Tensor | None = None,
     name: str,
-) -> None:
+) -> Partials | None:
     """Append softmax, cross-entropy and its gradient; every output is optional and none is accumulated into.
 
     Args:
         program: program to append to.
         logits: float32 [B, C], C >= 2.
-        labels: int32 [B]; None masks every row (softmax alone).
-        weight: float32 [1], weight of the loss, usually a signal; needed by dlogits. It does not scale `loss`.
-        valid: int32 [1], the number of valid rows; None counts them here, if an output needs them.
+        labels: int32 [B]; None: softmax and wire alone.
+        weight: float32 [1], weight of the loss, usually a signal; needed by dlogits. It does not scale the loss.
         dlogits: float32 [B, C] = weight (p - onehot) / max(1, valid), exact 0 in masked rows and for weight 0.
         probabilities: float32 [B, C], of every row.
         wire: float32 [B] or a column [B, 1] = p[1] - p[0], two classes only, of every row.
-        loss: float32 [1] = mean over the valid rows of -log p[label].
-        accuracy: float32 [1] = share of the valid rows whose argmax is the label.
-        name: begins the labels and the names of the tensors declared here: `<name>.valid`, `<name>.loss_partials`,
-            `<name>.correct_partials`.
+        name: label of the record; begins the names of the tensors declared here: `<name>.valid`,
+            `<name>.loss_partials`, `<name>.correct_partials`.
+
+    Returns:
+        The partial results of loss and accuracy; None without labels.
 
     Raises:
         ValueError: a shape or dtype does not match, or an output lacks an input that it needs.
@@ -88,37 +74,35 @@ def crossentropy(
     _require(dlogits, np.float32, (rows, classes), "dlogits", name)
     _require(probabilities, np.float32, (rows, classes), "probabilities", name)
     _require(labels, np.int32, (rows,), "labels", name)
-    _require(valid, np.int32, (1,), "valid", name)
     _require(weight, np.float32, (1,), "weight", name)
     if wire is not None and (classes != 2 or wire.dtype != np.float32 or wire.shape not in ((rows,), (rows, 1))):
         raise ValueError(
             f"'{name}': wire must be float32 ({rows},) or ({rows}, 1) of two-class logits, "
             f"got {wire.dtype} {wire.shape} of {logits.shape}"
         )
-    if dlogits and weight is None:
-        raise ValueError(f"'{name}': dlogits needs a weight")
-    if dlogits or loss or accuracy:
-        if labels is None:
-            raise ValueError(f"'{name}': dlogits, loss and accuracy need labels")
-        if valid is None:
-            valid = program.tensor(f"{name}.valid", (1,), np.int32)
-            count_valid(program, labels, valid, classes=classes, label=f"{name}.valid")
+    if dlogits and (weight is None or labels is None):
+        raise ValueError(f"'{name}': dlogits needs labels and a weight")
     lanes = _lanes(classes)
-    tiles = _tiles({"rows": rows, "lanes": lanes})
-    losses = program.tensor(f"{name}.loss_partials", (tiles,), np.float64) if loss else None
-    correct = program.tensor(f"{name}.correct_partials", (tiles,), np.int32) if accuracy else None
+    partials = None
+    if labels is not None:
+        tiles = _tiles({"rows": rows, "lanes": lanes})
+        partials = Partials(
+            losses=program.tensor(f"{name}.loss_partials", (tiles,), np.float64),
+            correct=program.tensor(f"{name}.correct_partials", (tiles,), np.int32),
+            valid=program.tensor(f"{name}.valid", (1,), np.int32),
+        )
     program.launch(
         CROSSENTROPY,
         {
             "logits": logits,
             "labels": labels or 0,
-            "valid": valid or 0,
+            "valid": partials.valid if partials else 0,
             "weight": weight or 0,
             "dlogits": dlogits or 0,
             "probabilities": probabilities or 0,
             "wire": wire or 0,
-            "loss_partials": losses or 0,
-            "correct_partials": correct or 0,
+            "loss_partials": partials.losses if partials else 0,
+            "correct_partials": partials.correct if partials else 0,
             "ld_logits": logits.ld,
             "ld_dlogits": dlogits.ld if dlogits else 0,
             "ld_probabilities": probabilities.ld if probabilities else 0,
@@ -127,14 +111,16 @@ def crossentropy(
             "classes": classes,
             "lanes": lanes,
         },
-        reads=[logits, labels, valid, weight],
-        writes=[dlogits, probabilities, wire, losses, correct],
+        reads=[logits, labels, weight],
+        writes=[
+            dlogits,
+            probabilities,
+            wire,
+            *((partials.losses, partials.correct, partials.valid) if partials else ()),
+        ],
         label=name,
     )
-    if loss and losses:
-        sum_partials(program, losses, loss, denominator=valid, label=f"{name}.loss")
-    if accuracy and correct:
-        sum_partials(program, correct, accuracy, denominator=valid, label=f"{name}.accuracy")
+    return partials
 
 
 def _lanes(classes: int) -> int:

@@ -1,4 +1,4 @@
-"""The two ends of a replay: signal row in, telemetry row out, counters on (`step.cu`).
+"""The end of a replay: reported sums, telemetry row out, counters on (`step.cu`).
 
 Counters are four uint64 on the device: replays finished, Adam step t, steps skipped, seed. Nothing but `end` writes
 them during a replay, so every kernel of one replay sees the same values.
@@ -7,6 +7,7 @@ them during a replay, so every kernel of one replay sees the same values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from fxengine.graphs import Family, Program, Tensor
 
 #: Places of the counters.
 REPLAYS, ADAM_STEP, SKIPPED, SEED = range(4)
+#: Sums that one closing record can finish.
+MAX_SUMS = 32
 #: Bytes before the values of a telemetry row: sequence, t, skipped, group mask, each uint64.
 HEADER_BYTES = 32
 
@@ -31,7 +34,21 @@ class Guard(Protocol):
         """uint64 [1], bit g set when the gradient norm of group g was not finite."""
 
 
-BEGIN = Family("begin", "step.cu", "fx_begin", "Begin", tiles=lambda fields: 1)
+@dataclass(frozen=True)
+class Sum:
+    """A reported value that the closing record adds up: sum(partials) / (divisor * max(1, denominator)).
+
+    Attributes:
+        partials: float64 or int32 [n].
+        denominator: int32 [1], such as the number of valid rows; None for 1.
+        divisor: constant part of the denominator, such as a batch size.
+    """
+
+    partials: Tensor
+    denominator: Tensor | None = None
+    divisor: float = 1.0
+
+
 END = Family("end", "step.cu", "fx_end", "End", tiles=lambda fields: 1)
 
 
@@ -42,48 +59,6 @@ def declare_counters(program: Program, *, seed: int = 0, arena: str = "state") -
     return program.tensor("counters", (4,), np.uint64, arena=arena, data=np.array([0, 0, 0, seed], np.uint64))
 
 
-def begin(program: Program, *, ring: Tensor, counters: Tensor, signals: Tensor, label: str = "begin") -> None:
-    """Copy this replay's row of the signal ring to the device snapshot.
-
-    Args:
-        program: program to append to; this should be its first record.
-        ring: float32 [rows, stride] in mapped memory. A row holds one float per slot, then one bit per slot
-            (uint32 words, lowest bit first): slots whose bit is clear keep their value. Replay r reads row r % rows.
-        counters: uint64 [4].
-        signals: float32 [slots], the snapshot; slots must be a multiple of 32.
-        label: shown in tables.
-
-    Raises:
-        ValueError: a dtype is wrong, or a row of the ring is too short for the slots and their mask.
-    """
-    _check_counters(counters, label)
-    slots = signals.size
-    if signals.dtype != np.float32 or ring.dtype != np.float32 or len(ring.shape) != 2 or not signals.contiguous:
-        raise ValueError(
-            f"'{label}': signals must be float32 [slots] and ring float32 [rows, stride], "
-            f"got {signals.dtype} {signals.shape} and {ring.dtype} {ring.shape}"
-        )
-    if slots % 32 or ring.shape[1] < slots + slots // 32:
-        raise ValueError(
-            f"'{label}': {slots} slots must be a multiple of 32 and a ring row must hold them and their mask "
-            f"({slots + slots // 32} words), got rows of {ring.shape[1]}"
-        )
-    program.launch(
-        BEGIN,
-        {
-            "ring": ring,
-            "counters": counters,
-            "signals": signals,
-            "row_stride": ring.ld,
-            "rows": ring.shape[0],
-            "slots": slots,
-        },
-        reads=[ring, counters],
-        writes=[signals],
-        label=label,
-    )
-
-
 def end(
     program: Program,
     *,
@@ -92,6 +67,7 @@ def end(
     ring: Tensor,
     head: Tensor,
     guard: Guard | None = None,
+    sums: Sequence[Sum] = (),
     after: Sequence[Tensor] = (),
     label: str = "end",
 ) -> None:
@@ -102,10 +78,11 @@ def end(
         values: float32 [n], copied behind the row's header.
         counters: uint64 [4].
         ring: [rows, row bytes] in mapped memory, uint8 or uint64; row bytes a multiple of 8. Replay number s, counted
-            from 1, writes row (s - 1) % rows: sequence s, t, skipped, group mask (uint64 each), then the values. The
-            sequence is 0 while the row is being written.
+            from 1, writes row (s - 1) % rows: sequence s, t, skipped, group mask (uint64 each), the values, the sums.
+            The sequence is 0 while the row is being written.
         head: uint64 [1] in mapped memory: sequence of the newest complete row.
         guard: what the optimizer's non-finite guard wrote. None: the program has no optimizer, and t stands.
+        sums: further values of the row, added up here; at most 32.
         after: tensors that must be complete before the row says that the replay has finished.
         label: shown in tables.
 
@@ -113,7 +90,14 @@ def end(
         ValueError: a dtype is wrong, or a row of the ring is too short for the header and the values.
     """
     _check_counters(counters, label)
-    needed = HEADER_BYTES + 4 * values.size
+    if len(sums) > MAX_SUMS:
+        raise ValueError(f"'{label}': at most {MAX_SUMS} sums can be reported, got {len(sums)}")
+    for item in sums:
+        if item.partials.dtype not in (np.float64, np.int32) or len(item.partials.shape) != 1:
+            raise ValueError(
+                f"'{label}': partials must be float64 or int32 [n], got {item.partials.dtype} {item.partials.shape}"
+            )
+    needed = HEADER_BYTES + 4 * (values.size + len(sums))
     row_bytes = ring.ld * ring.dtype.itemsize
     if values.dtype != np.float32 or not values.contiguous or head.dtype != np.uint64:
         raise ValueError(
@@ -121,7 +105,7 @@ def end(
         )
     if len(ring.shape) != 2 or row_bytes % 8 or row_bytes < needed:
         raise ValueError(
-            f"'{label}': a row of {values.size} values needs {needed} bytes, a multiple of 8 from row to row; "
+            f"'{label}': a row of {values.size + len(sums)} values needs {needed} bytes, in a multiple of 8 per row; "
             f"ring is {ring.dtype} {ring.shape} with {row_bytes}"
         )
     skip, group_mask = (None, None) if guard is None else (guard.skip, guard.group_mask)
@@ -134,11 +118,20 @@ def end(
             "group_mask": group_mask or 0,
             "ring": ring,
             "head": head,
+            "values_of": [s.partials if s.partials.dtype == np.float64 else 0 for s in sums],
+            "counts_of": [s.partials if s.partials.dtype == np.int32 else 0 for s in sums],
+            "denominators": [s.denominator or 0 for s in sums],
+            "divisors": [s.divisor for s in sums],
+            "lengths": [s.partials.size for s in sums],
+            "sums": len(sums),
             "n": values.size,
             "row_words": row_bytes // 8,
             "rows": ring.shape[0],
         },
-        reads=[values, counters, skip, group_mask, *after],
+        reads=[
+            *(values, counters, skip, group_mask, *after),
+            *(t for item in sums for t in (item.partials, item.denominator)),
+        ],
         writes=[counters, ring, head],
         label=label,
     )

@@ -1,0 +1,1 @@
+"""What training needs besides the network: parameter groups, gradient norms, clip, Adam."""

@@ -292,6 +292,7 @@ CALLS = {
     "context": lambda sim, x: sim.driver.cuCtxSynchronize(),
     "stream": lambda sim, x: sim.driver.cuStreamSynchronize(sim.stream),
     "query": lambda sim, x: sim.driver.cuStreamQuery(sim.stream),
+    "event": lambda sim, x: sim.driver.cuEventQuery(sim.ok(sim.driver.cuEventCreate(0))),
     "unload": lambda sim, x: sim.driver.cuModuleUnload(sim.module),
     "load": lambda sim, x: sim.driver.cuModuleLoad(b"/nowhere.so"),
     "pageable to": lambda sim, x: sim.driver.cuMemcpyHtoDAsync(x, np.zeros(1, np.float32), 4, sim.stream),

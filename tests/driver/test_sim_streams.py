@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ TEXT = (
     ADD
     + """
 extern "C" __global__ void copy(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }
+extern "C" __global__ void meet(float* x) { __syncthreads(); if (threadIdx.x == 0) x[0] += 1.0f; }
 extern "C" __global__ void spin(float* x, int n) { for (int i = 0; i < n; ++i) x[0] = x[0] * 0.5f + 1.0f; }
 """
 )
@@ -176,3 +178,24 @@ def test_several_host_threads(sim: Sim):
     for thread in threads:
         thread.join()
     assert sim.read(x, 4).tolist() == [200, 200, 200, 200]
+
+
+def test_short_lived_host_threads_leave_nothing_behind(sim: Sim):
+    """A host thread that launches gets fiber stacks; they go when it ends."""
+    x = sim.zeros(1)
+
+    def work() -> None:
+        sim.ok(sim.driver.cuCtxSetCurrent(sim.context))
+        sim.launch("meet", 1, 1024, x)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("\n")
+
+    before = 0
+    for i in range(24):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if i == 3:
+            before = mapped()
+    assert mapped() < before + 20

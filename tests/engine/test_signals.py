@@ -10,7 +10,8 @@ import pytest
 from fxengine.driver import Device
 from fxengine.signals import (
     GROUPS,
-    MASK_WORDS,
+    HOST_SLOTS,
+    MAX_OVERRIDES,
     RING_ROWS,
     ROW_STRIDE,
     SLOTS,
@@ -158,17 +159,32 @@ def test_an_idle_device_that_never_finished_the_replay_is_an_error() -> None:
         signals.publish(4)
 
 
-def test_masks_name_host_slots_and_pending_overrides() -> None:
+def test_a_row_holds_the_host_slots_and_the_pending_overrides() -> None:
     signals, ring = _signals([100])
+    signals["w_nb"] = 0.25
     signals.publish(0)
-    bits = ring.view(np.uint32)[:, SLOTS : SLOTS + MASK_WORDS]
-
-    def has(row: int, slot: int) -> bool:
-        return bool(bits[row, slot // 32] >> (slot % 32) & 1)
-
-    owned = {s.index for s in SignalMap().slots.values() if not s.device_owned}
-    assert {i for i in range(SLOTS) if has(0, i)} == owned
+    words = ring.view(np.uint32)
+    assert ring[0, SignalMap().slot("w_nb").index] == 0.25
+    assert words[0, HOST_SLOTS] == 0
     signals.override("alpha_grad", 0.5)
+    signals.override("alpha_grad", 0.75)
     signals.publish(1)
     signals.publish(2)
-    assert has(1, 393) and not has(2, 393)
+    assert words[1, HOST_SLOTS] == 1
+    assert (words[1, HOST_SLOTS + 2], ring[1, HOST_SLOTS + 3]) == (393, 0.75)
+    assert words[2, HOST_SLOTS] == 0
+    assert all(s.index < HOST_SLOTS for s in SignalMap().slots.values() if not s.device_owned)
+
+
+def test_more_overrides_than_a_row_holds_are_refused() -> None:
+    names = [s.name for s in SignalMap({g: f"g{g}" for g in range(16)}).slots.values() if s.device_owned]
+    assert len(names) > MAX_OVERRIDES
+    wide = Signals(SignalMap({g: f"g{g}" for g in range(16)}), np.zeros((4, ROW_STRIDE), np.float32),
+                   finished=lambda: 100, idle=lambda: False)  # fmt: skip
+    for name in names[:MAX_OVERRIDES]:
+        wide.override(name, 1.0)
+    with pytest.raises(ValueError, match="at most 63"):
+        wide.override(names[MAX_OVERRIDES], 1.0)
+    wide.override(names[0], 2.0)  # one of those already pending
+    wide.publish(0)
+    wide.override(names[MAX_OVERRIDES], 1.0)

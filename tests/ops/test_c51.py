@@ -114,7 +114,7 @@ def _build(
         branches = tuple(put(f"{side}.adv{d}", adv) for d, adv in enumerate(advs))
         q, lse = program.tensor(f"{side}.q", shape), program.tensor(f"{side}.lse", shape)
         made = Heads(put(f"{side}.v", v), branches, q, lse)
-        for d, (adv, first, n) in enumerate(zip(branches, made.offsets, case.sizes, strict=True)):
+        for d, (adv, first, n) in enumerate(zip(branches, made.offsets, made.sizes, strict=True)):
             dueling.forward(
                 program,
                 made.v,
@@ -219,9 +219,12 @@ def test_each_loss_alone(device: Device, name: str) -> None:
 def test_agrees_with_the_reference_of_the_step(device: Device, branches: tuple[int, ...]) -> None:
     """Losses and priorities of a whole step; its head gradients by way of the output layers' bias gradients."""
     config = Config(
-        **{"batch": 9, "state": 8, "h1": 6, "h2": 6, "value_h": 5, "adv_h": 5, "iqn_h": 5, "iqn_cos": 4},
-        **dict.fromkeys(("tokens", "ofi", "aux_h", "cur_h", "iql_h", "ens"), 0),
+        batch=9,
+        state=8,
+        h1=6,
+        h2=6,
         branches=branches,
+        **dict.fromkeys(("tokens", "ofi", "aux_h", "cur_h", "iql_h", "ens"), 0),
     )
     state, batch = random_case(5, config)
     s, after = scene(config, state, batch)
@@ -235,13 +238,21 @@ def test_agrees_with_the_reference_of_the_step(device: Device, branches: tuple[i
 
     v, *adv = outputs(state["params"], s.nets["heads"])
     v_target, *adv_target = outputs(target, target_heads)
-    case = Case(branches, config.atoms, config.v_min, config.v_max, v, adv, v_target, adv_target, **{
-        "actions": batch["actions"],
-        "best": after["best"],
-        "theta": s.nets["iqn"]["theta"].astype(np.float32),
-        "weights": {name: s.signals[name] for name in WEIGHTS},
-        **{name: batch[name].astype(np.float32) for name in ("reward", "discount", "weight")},
-    })  # fmt: skip
+    case = Case(
+        branches,
+        config.atoms,
+        config.v_min,
+        config.v_max,
+        v,
+        adv,
+        v_target,
+        adv_target,
+        batch["actions"],
+        after["best"],
+        *(batch[name].astype(np.float32) for name in ("reward", "discount", "weight")),
+        theta=s.nets["iqn"]["theta"].astype(np.float32),
+        weights={name: s.signals[name] for name in WEIGHTS},
+    )
     result = _run(device, case)
     expected = losses(config, s.signals, s.batch, s.nets, s.goal)
     assert_close(result["td"], td_errors(config, s.batch, s.nets, s.goal), atol=1e-5, name="td")
@@ -384,7 +395,7 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         build(case)
     case = _case(0, 4, (3, 2))
     case.adv_target = case.adv_target[:1]
-    with pytest.raises(ProgramError, match=r"online branches|target\.lse must be float32 \(4, 5\)|target branches"):
+    with pytest.raises(ProgramError, match="2 online branches, but 1 target branches"):
         build(case)
     case = _case(0, 4, (3, 2), quantiles=0)
     with pytest.raises(ProgramError, match="w_distill and loss_distill need theta"):

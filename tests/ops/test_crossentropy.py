@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fxengine.driver import Device
 from fxengine.graphs import Plan, Program
 from fxengine.ops.crossentropy import Reference, crossentropy, reference_crossentropy
+from fxengine.ops.reduce import sum_partials
 from tests.support import assert_close
 
 
@@ -31,7 +32,7 @@ class Case:
         }
         wire = program.tensor("wire", (rows, 3), arena="state", data=np.full((rows, 3), 77.0, np.float32))
         scalars = {name: program.tensor(name, (1,)) for name in ("loss", "accuracy")}
-        crossentropy(
+        partials = crossentropy(
             program,
             x,
             program.tensor("labels", (rows,), np.int32, arena="inputs", data=labels.astype(np.int32)),
@@ -39,8 +40,10 @@ class Case:
             wire=wire.columns(1, 2) if classes == 2 else None,
             name="ce",
             **{name: t.columns(0, classes) for name, t in outputs.items()},
-            **scalars,
         )
+        assert partials is not None
+        for name, found in (("loss", partials.losses), ("accuracy", partials.correct)):
+            sum_partials(program, found, scalars[name], denominator=partials.valid, label=name)
         with device.stream() as stream, Plan(program, device, guard=True) as plan:
             plan.run(stream=stream)
             stream.synchronize()
@@ -225,9 +228,9 @@ def test_shapes_are_checked(device: Device) -> None:
         crossentropy(program, logits, logits, name="ce")
     with pytest.raises(ValueError, match="two-class"):
         crossentropy(program, logits, labels, wire=program.tensor("w", (4,)), name="ce")
-    with pytest.raises(ValueError, match="needs a weight"):
+    with pytest.raises(ValueError, match="needs labels and a weight"):
         crossentropy(program, logits, labels, dlogits=program.tensor("e", (4, 3)), name="ce")
-    with pytest.raises(ValueError, match="need labels"):
-        crossentropy(program, logits, loss=weight, name="ce")
+    with pytest.raises(ValueError, match="needs labels and a weight"):
+        crossentropy(program, logits, weight=weight, dlogits=program.tensor("f", (4, 3)), name="ce")
     with pytest.raises(ValueError, match=r"C >= 2"):
         crossentropy(program, logits.columns(0, 1), name="ce")

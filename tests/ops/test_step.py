@@ -11,6 +11,9 @@ import pytest
 from fxengine.driver import Device
 from fxengine.graphs import MAPPED, Plan, Program, Tensor
 from fxengine.ops import step
+from fxengine.ops.gather import gather_signals
+from fxengine.ops.reduce import reference_sum
+from tests.support import assert_close
 
 SLOTS, ROWS = 96, 4
 STRIDE = SLOTS + 32
@@ -32,10 +35,13 @@ class Replay:
         guard: bool = True,
         counters: tuple[int, ...] = (0, 0, 0, 7),
         slots: int = SLOTS,
+        words: int | None = None,
+        partials: dict[str, np.ndarray] | None = None,
         signal_rows: int = ROWS,
     ) -> None:
         program = Program(device.target)
         self.slots = slots
+        words = min(slots, 256) if words is None else words
         self.counters = program.tensor("counters", (4,), np.uint64, arena="state", data=np.array(counters, np.uint64))
         self.snapshot = program.tensor("signals", (slots,), arena="state", data=np.full(slots, -1.0, np.float32))
         zero = np.zeros(1, np.uint32)
@@ -43,11 +49,21 @@ class Replay:
             program.tensor("skip", (1,), np.uint32, arena="state", data=zero),
             program.tensor("mask", (1,), np.uint64, arena="state", data=zero.astype(np.uint64)),
         )
-        stride = slots + 32 * (-(-slots // 1024))
+        stride = words + 2 + 2 * 16
         ring = program.tensor("signal ring", (signal_rows, stride), arena=MAPPED)
-        rows = program.tensor("telemetry ring", (ROWS, 32 + 4 * slots), np.uint8, arena=MAPPED)
+        sums = [
+            step.Sum(
+                program.tensor(name, a.shape, a.dtype, arena="state", data=a),
+                program.tensor(f"{name}.n", (1,), np.int32, arena="state", data=np.array([5 * i], np.int32))
+                if i
+                else None,
+                1.0 + i,
+            )
+            for i, (name, a) in enumerate((partials or {}).items())
+        ]
+        rows = program.tensor("telemetry ring", (ROWS, 32 + 8 * -(-(slots + len(sums)) // 2)), np.uint8, arena=MAPPED)
         head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
-        step.begin(program, ring=ring, counters=self.counters, signals=self.snapshot)
+        gather_signals(program, ring, self.snapshot, words=words, counters=self.counters, label="signals")
         step.end(
             program,
             values=self.snapshot,
@@ -55,12 +71,13 @@ class Replay:
             ring=rows,
             head=head,
             guard=self.guard if guard else None,
+            sums=sums,
         )
         self.plan = Plan(program, device, guard=True)
         self.stream = device.stream()
         self.graph = self.plan.capture(stream=self.stream)
         self.rows = self.plan.mapped("signal ring").array.view(np.float32).reshape(signal_rows, stride)
-        self.masks = self.rows[:, slots:].view(np.uint32)
+        self.overrides = self.rows[:, words:].view(np.uint32)
         self.telemetry = self.plan.mapped("telemetry ring").array.reshape(ROWS, -1)
         self.head = self.plan.mapped("head").array.view(np.uint64)
         self.rows[:] = 0
@@ -94,7 +111,6 @@ class Replay:
 
 def test_each_replay_reads_its_own_row(device: Device) -> None:
     with Replay(device) as replay:
-        replay.masks[:] = 0xFFFFFFFF
         for r in range(ROWS):
             replay.rows[r, :SLOTS] = 1000 * r + np.arange(SLOTS)
         replay.launch(ROWS)  # queued together: no row may be seen by a neighbour
@@ -108,34 +124,61 @@ def test_each_replay_reads_its_own_row(device: Device) -> None:
         assert replay.head[0] == ROWS + 1
 
 
-def test_only_marked_slots_change(device: Device) -> None:
-    with Replay(device) as replay:
-        replay.rows[:, :SLOTS] = np.arange(SLOTS)
-        marked = np.array([0, 1, 31, 32, 63, 64, 95])
-        for slot in marked:
-            replay.masks[0, slot // 32] |= np.uint32(1 << (slot % 32))
+def test_only_carried_and_overridden_slots_change(device: Device) -> None:
+    with Replay(device, words=40) as replay:
+        replay.rows[:, :40] = np.arange(40)
+        replay.overrides[0, 0] = 2
+        replay.overrides[0, [2, 4]] = [95, 3]
+        replay.rows[0, 40 + np.array([3, 5])] = [0.5, 0.25]
         replay.launch()
         expected = np.full(SLOTS, -1.0)
-        expected[marked] = marked
-        np.testing.assert_array_equal(replay.signals(), expected)
-        replay.launch()  # row 1 has an empty mask
-        np.testing.assert_array_equal(replay.signals(), expected)
+        expected[:40] = np.arange(40)
+        expected[95] = 0.5
+        signals = replay.signals()
+        assert signals[3] in (3.0, 0.25)  # an override of a carried slot is the host's mistake: either may win
+        signals[3] = 3.0
+        np.testing.assert_array_equal(signals, expected)
+        replay.launch()  # row 1 overrides nothing; what was overridden stays
+        assert replay.signals()[95] == 0.5
 
 
-@pytest.mark.parametrize("slots", [32, 512, 1024, 1056, 2048])
+@pytest.mark.parametrize("slots", [1, 32, 200, 256, 2048])
 def test_any_number_of_slots(device: Device, slots: int) -> None:
     with Replay(device, slots=slots) as replay:
-        replay.rows[0, :slots] = np.arange(slots)
-        replay.masks[0, : slots // 32] = 0xAAAAAAAA
+        carried = min(slots, 256)
+        replay.rows[0, :carried] = np.arange(carried)
         replay.launch()
-        np.testing.assert_array_equal(replay.signals(), np.where(np.arange(slots) % 2 == 1, np.arange(slots), -1))
+        expected = np.full(slots, -1.0)
+        expected[:carried] = np.arange(carried)
+        np.testing.assert_array_equal(replay.signals(), expected)
+
+
+def test_sums_are_finished_and_reported(device: Device) -> None:
+    rng = np.random.default_rng(0)
+    partials = {
+        "losses": rng.standard_normal(300),
+        "counts": rng.integers(0, 99, 33).astype(np.int32),
+        "one": np.array([2.5]),
+        **{f"more{i}": rng.standard_normal(i) for i in range(1, 30)},
+    }
+    with Replay(device, partials=partials) as replay:
+        replay.launch(2)
+        for sequence in (1, 2):
+            values = replay.row(sequence)[1][SLOTS : SLOTS + len(partials)]
+            expected = [reference_sum(a, 5 * i if i else None, 1.0 + i) for i, a in enumerate(partials.values())]
+            assert_close(values, expected, name="sums")
+            assert replay.row(sequence)[1][:SLOTS].tobytes() == replay.row(1)[1][:SLOTS].tobytes()
+
+
+def test_too_many_sums_are_refused(device: Device) -> None:
+    with pytest.raises(ValueError, match="at most 32 sums can be reported, got 33"):
+        Replay(device, partials={f"p{i}": np.zeros(1) for i in range(33)})
 
 
 def test_bits_pass_unchanged(device: Device) -> None:
     with Replay(device) as replay:
         bits = np.array([0x7FC00001, 0xFF800000, 0x80000000, 1], np.uint32)
         replay.rows[0, :4].view(np.uint32)[:] = bits
-        replay.masks[0, 0] = 0xF
         replay.launch()
         np.testing.assert_array_equal(replay.signals()[:4].view(np.uint32), bits)
 
@@ -165,7 +208,6 @@ def test_without_an_optimizer_t_stands(device: Device) -> None:
 def test_counters_carry_into_the_high_word(device: Device) -> None:
     start = 2**32 - 2
     with Replay(device, counters=(start, start, start, 7)) as replay:
-        replay.masks[:] = 0xFFFFFFFF
         for r in range(ROWS):
             replay.rows[r, :SLOTS] = r
         replay.launch(3)
@@ -188,10 +230,9 @@ def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
     slots, chain, enough, most = 2048, 100, 40, 200
     signal_rows = ROWS - 1  # so that a telemetry row changes its contents every time round
     with Replay(device, slots=slots, signal_rows=signal_rows) as replay:
-        replay.masks[:] = 0xFFFFFFFF
-        replay.rows[:, :slots] = np.arange(signal_rows)[:, None]
+        replay.rows[:, :256] = np.arange(signal_rows)[:, None]
         row = replay.telemetry[0]
-        header, body = row[:8].view(np.uint64), row[32:].view(np.float32)
+        header, body = row[:8].view(np.uint64), row[32 : 32 + 4 * 256].view(np.float32)
         stop = threading.Event()
         torn: list[int] = []
         accepted: set[int] = set()
@@ -229,12 +270,12 @@ def test_shapes_are_checked(device: Device) -> None:
     counters = step.declare_counters(program, seed=3)
     signals = program.tensor("signals", (64,))
     head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
-    with pytest.raises(ValueError, match="66 words"):
-        step.begin(program, ring=program.tensor("r", (4, 65), arena=MAPPED), counters=counters, signals=signals)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        step.begin(
-            program, ring=program.tensor("r2", (4, 99), arena=MAPPED), counters=counters, signals=signals.rows(0, 33)
-        )
+    with pytest.raises(ValueError, match="needs 66 words"):
+        short = program.tensor("r", (4, 65), arena=MAPPED)
+        gather_signals(program, short, signals, words=64, counters=counters, label="signals")
+    with pytest.raises(ValueError, match="1 to 256 slots"):
+        long = program.tensor("r2", (4, 600), arena=MAPPED)
+        gather_signals(program, long, signals, words=65, counters=counters, label="signals")
     with pytest.raises(ValueError, match="needs 288 bytes"):
         step.end(
             program,
@@ -243,7 +284,5 @@ def test_shapes_are_checked(device: Device) -> None:
             ring=program.tensor("t", (4, 280), np.uint8, arena=MAPPED),
             head=head,
         )
-    with pytest.raises(ValueError, match="uint64"):
-        step.begin(program, ring=signals, counters=signals, signals=signals)
     with pytest.raises(ValueError, match="64 bits"):
         step.declare_counters(program, seed=-1)

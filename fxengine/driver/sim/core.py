@@ -88,7 +88,7 @@ class Core:
         self.lock = threading.RLock()
         self.local = _Local()
         self.library = Library.shared()
-        self.library.start(workers or os.cpu_count() or 1)
+        self.library.start(workers or _processors())
         self.memory = Memory(guard_pages=guard_pages, alignment=alignment, sanitized=self.library.sanitized)
         self._process = os.getpid()
         self.initialized = False
@@ -269,6 +269,11 @@ class Core:
             raise Refused(
                 Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the stream is capturing; the capture is invalid now"
             )
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _runnable(head: Callable[[], None] | Record) -> bool:

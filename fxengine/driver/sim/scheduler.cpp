@@ -101,6 +101,7 @@ static const size_t stack_bytes = 128 * 1024;  // address space; only touched pa
 static const unsigned stacks_per_slab = 32;    // one guard page each: a page per stack would exhaust vm.max_map_count
 static const uint64_t canary = 0x5afe57ac5afe57acULL;
 static const size_t shared_capacity = 256 * 1024;
+static const size_t alternate_bytes = 64 * 1024;
 static unsigned never = 0;    // wait_on of a thread that has returned, with value 0
 static unsigned always = 1;   // wait_on of a thread that has not started, with value 0
 
@@ -123,6 +124,8 @@ struct Worker {
     Launch* launch;
     Stack* stacks[max_threads];
     unsigned stack_count;   // created
+    Stack* slabs[max_threads / stacks_per_slab];  // first stack of each
+    void* alternate;        // signal stack that was made here, null where the thread had one
     Stack* free_stacks;
     void* main_stack_pointer;
     Stack main_stack;       // bounds, for AddressSanitizer
@@ -163,6 +166,7 @@ static void add_stacks(Worker* w) {
     unsigned char* slab = static_cast<unsigned char*>(mapped(page + stacks_per_slab * stack_bytes));
     mprotect(slab, page, PROT_NONE);
     Stack* made = static_cast<Stack*>(calloc(stacks_per_slab, sizeof(Stack)));
+    w->slabs[w->stack_count / stacks_per_slab] = made;
     for (unsigned i = 0; i < stacks_per_slab && w->stack_count < max_threads; ++i) {
         Stack* s = &made[i];
         s->bottom = slab + page + i * stack_bytes;
@@ -173,6 +177,33 @@ static void add_stacks(Worker* w) {
         w->free_stacks = s;
     }
 }
+
+static pthread_key_t at_thread_end;
+static pthread_once_t key_made = PTHREAD_ONCE_INIT;
+
+static void destroy_worker(void* data) {
+    Worker* w = static_cast<Worker*>(data);
+    this_worker = nullptr;
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    if (w->alternate != nullptr) {
+        stack_t off;
+        memset(&off, 0, sizeof off);
+        off.ss_flags = SS_DISABLE;
+        sigaltstack(&off, nullptr);
+        munmap(w->alternate, alternate_bytes);
+    }
+    for (unsigned i = 0; i < w->stack_count; i += stacks_per_slab) {
+        munmap(w->stacks[i]->bottom - page, page + stacks_per_slab * stack_bytes);
+        free(w->slabs[i / stacks_per_slab]);
+    }
+    munmap(w->shared_end - shared_capacity, shared_capacity + page);
+    free(w->shared_exact);
+    munmap(w->warps, max_threads / 32 * sizeof(Warp));
+    munmap(w->threads, max_threads * sizeof(Thread));
+    munmap(w, sizeof(Worker));
+}
+
+static void make_key() { pthread_key_create(&at_thread_end, &destroy_worker); }
 
 Worker* worker_of_this_thread() {
     if (this_worker != nullptr) return this_worker;
@@ -186,8 +217,8 @@ Worker* worker_of_this_thread() {
     stack_t alternate;  // a fault on a fiber that has no stack left needs another one
     if (sigaltstack(nullptr, &alternate) == 0 && (alternate.ss_flags & SS_DISABLE)) {
         memset(&alternate, 0, sizeof alternate);
-        alternate.ss_size = 64 * 1024;
-        alternate.ss_sp = mapped(alternate.ss_size);
+        alternate.ss_size = alternate_bytes;
+        alternate.ss_sp = w->alternate = mapped(alternate_bytes);
         sigaltstack(&alternate, nullptr);
     }
     pthread_attr_t attributes;
@@ -199,6 +230,8 @@ Worker* worker_of_this_thread() {
         w->main_stack.bottom = static_cast<unsigned char*>(bottom);
         w->main_stack.top = w->main_stack.bottom + bytes;
     }
+    pthread_once(&key_made, &make_key);
+    pthread_setspecific(at_thread_end, w);
     this_worker = w;
     return w;
 }

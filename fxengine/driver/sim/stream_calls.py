@@ -143,8 +143,12 @@ class StreamCalls(Core):
 
     @call()
     def cuEventQuery(self, handle: Any) -> None:
-        """Whether the latest recording was reached; while it was not, each query runs one piece of work."""
+        """Whether the latest recording was reached; while it was not, each query runs one piece of work.
+
+        The driver counts it among the calls that a capture forbids.
+        """
         record = self._recording(handle)
+        self.forbid_in_capture()
         if record is not None and not record.done:
             self.advance(lambda: False, steps=1)
             raise Refused(Result.CUDA_ERROR_NOT_READY)

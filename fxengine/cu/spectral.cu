@@ -1,0 +1,151 @@
+// fx_spectral: one power iteration on w [rows, cols] (row-major, no gaps) and, if it is too long, its rescaling.
+//   u = normalize(w v)   v = normalize(w^T u)   sigma = u^T w v   w *= sn_max / sigma if sigma is finite and > sn_max
+//   normalize(x) = x / max(|x|, 1e-12). sigma is that of w before it is scaled. Nothing is written when skip is set.
+// One block of 1024 threads per matrix, all matrices in one launch. w is read twice, a third time to scale it. Dot
+// products in float, the norms in double, every sum in fixed order.
+// A matrix that is not finite gives a NaN sigma and NaN in v, and stays as it is.
+#include "fx.cuh"
+
+struct Spectral {
+    int first_tile;
+    int tiles;
+    float* w;               // [rows, cols]
+    float* v;               // [cols], right singular vector; kept from step to step
+    float* u;               // [rows], left singular vector
+    float* sigma;           // one float
+    const float* sn_max;    // signal
+    const unsigned* skip;
+    int rows;
+    int cols;
+};
+
+constexpr int SPECTRAL_THREADS = 1024;
+constexpr int SPECTRAL_WARPS = 32;
+// Columns per round of w^T u: 9 per lane, since the matrices are a little wider than a power of two (h2 and a few more).
+constexpr int SPECTRAL_LANE = 9;
+constexpr int SPECTRAL_ROUND = 32 * SPECTRAL_LANE;
+
+// As fx_block_sum, for 32 warps: each adds the same 32 numbers in the same order.
+__device__ __forceinline__ double spectral_sum(double value, double* scratch) {
+    value = fx_warp_sum(value);
+    __syncthreads();  // an earlier use of scratch is over
+    if ((threadIdx.x & 31u) == 0) scratch[threadIdx.x >> 5] = value;
+    __syncthreads();
+    return fx_warp_sum(scratch[threadIdx.x & 31u]);
+}
+
+// max(norm, 1e-12) that lets NaN through.
+__device__ __forceinline__ double spectral_floor(double norm) { return norm < 1e-12 ? 1e-12 : norm; }
+
+// u = w v, a warp per row; four rows at a time, so that their loads overlap.
+__device__ __forceinline__ void spectral_rows(const Spectral& record) {
+    const int lane = static_cast<int>(threadIdx.x & 31u), warp = static_cast<int>(threadIdx.x >> 5);
+    for (int row = warp; row < record.rows; row += 4 * SPECTRAL_WARPS) {
+        const float* line[4];
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // a row past the end becomes the last one: read again, not written
+            const int r = row + k * SPECTRAL_WARPS;
+            line[k] = record.w + static_cast<long long>(r < record.rows ? r : record.rows - 1) * record.cols;
+        }
+#pragma unroll 4
+        for (int c = lane; c < record.cols; c += 32) {
+            const float x = record.v[c];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] += line[k][c] * x;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int r = row + k * SPECTRAL_WARPS;
+            const float dot = fx_warp_sum(sum[k]);
+            if (lane == 0 && r < record.rows) record.u[r] = dot;
+        }
+    }
+}
+
+// v = w^T u, not normalised; returns this thread's share of the sum of squares. Every warp adds up its rows for a round
+// of columns, then one thread per column adds the warps.
+__device__ __forceinline__ double spectral_columns(const Spectral& record, float* partial) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread & 31, warp = thread >> 5;
+    double squares = 0.0;
+    for (int base = 0; base < record.cols; base += SPECTRAL_ROUND) {
+        float sum[SPECTRAL_LANE] = {};
+#pragma unroll 1
+        for (int row = warp; row < record.rows; row += SPECTRAL_WARPS) {
+            const float scale = record.u[row];
+            const float* line = record.w + static_cast<long long>(row) * record.cols;
+#pragma unroll
+            for (int k = 0; k < SPECTRAL_LANE; ++k) {
+                const int c = base + lane + 32 * k;
+                if (c < record.cols) sum[k] += line[c] * scale;
+            }
+        }
+        __syncthreads();  // the sums of the round before have been read
+#pragma unroll
+        for (int k = 0; k < SPECTRAL_LANE; ++k) partial[warp * SPECTRAL_ROUND + lane + 32 * k] = sum[k];
+        __syncthreads();
+        if (thread < SPECTRAL_ROUND && base + thread < record.cols) {
+            float total = 0.0f;
+#pragma unroll 4
+            for (int w = 0; w < SPECTRAL_WARPS; ++w) total += partial[w * SPECTRAL_ROUND + thread];
+            record.v[base + thread] = total;
+            squares += static_cast<double>(total) * static_cast<double>(total);
+        }
+    }
+    return squares;
+}
+
+__device__ __forceinline__ void spectral_scale(const Spectral& record, float factor) {
+    const long long length = static_cast<long long>(record.rows) * record.cols;
+    const long long thread = static_cast<int>(threadIdx.x);
+    long long done = 0;
+    if ((reinterpret_cast<u64>(record.w) & 15) == 0) {
+        done = length & ~3ll;
+        float4* w = reinterpret_cast<float4*>(record.w);
+#pragma unroll 4
+        for (long long i = thread; i < done / 4; i += SPECTRAL_THREADS) {
+            float4 x = w[i];
+            x.x *= factor;
+            x.y *= factor;
+            x.z *= factor;
+            x.w *= factor;
+            w[i] = x;
+        }
+    }
+    for (long long i = done + thread; i < length; i += SPECTRAL_THREADS) record.w[i] *= factor;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) fx_spectral(const Spectral* table, int count) {
+    __shared__ float partial[SPECTRAL_WARPS * SPECTRAL_ROUND];
+    __shared__ double scratch[SPECTRAL_WARPS];
+    int tile;
+    const Spectral record = fx_record(table, count, tile);
+    const int thread = static_cast<int>(threadIdx.x);
+    fx_wait();
+    fx_trigger();
+    if (*record.skip != 0) return;
+
+    spectral_rows(record);
+    __syncthreads();
+    double squares = 0.0;
+    for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) {
+        squares += static_cast<double>(record.u[r]) * static_cast<double>(record.u[r]);
+    }
+    double inverse = 1.0 / spectral_floor(sqrt(spectral_sum(squares, scratch)));
+    for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) record.u[r] = static_cast<float>(record.u[r] * inverse);
+    __syncthreads();
+
+    // u^T w v = (w^T u)^T v: the product that v is made from gives sigma too.
+    squares = spectral_sum(spectral_columns(record, partial), scratch);
+    inverse = 1.0 / spectral_floor(sqrt(squares));
+    if (thread < SPECTRAL_ROUND) {
+        for (int c = thread; c < record.cols; c += SPECTRAL_ROUND) {
+            record.v[c] = static_cast<float>(record.v[c] * inverse);
+        }
+    }
+    const double sigma = squares * inverse;
+    const double limit = static_cast<double>(*record.sn_max);
+    if (thread == 0) *record.sigma = static_cast<float>(sigma);
+    if (fx_finite(sigma) && sigma > limit) spectral_scale(record, static_cast<float>(limit / sigma));
+}

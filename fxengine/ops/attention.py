@@ -1,0 +1,366 @@
+"""Attention over the feature tokens of a sample: x = t + softmax(q kᵀ/√A) v w_oᵀ (`attention.cu`).
+
+    saved = attention.saved(program, batch, tokens, attn, name="attn")          # only if there will be a backward
+    attention.forward(program, state, w_q, w_k, w_val, w_o, x, tokens=tokens, saved=saved)
+    attention.backward(program, dx, w_o, saved, dq, dk, dv)
+    attention.backward_weights(program, dx, state, saved, dq, dk, dv, dw_q, dw_k, dw_val, dw_o)
+
+A sample of `state` [B, T·F] is T tokens of F features; A is the width of queries, keys and values. The state needs no
+gradient, so there is none.
+
+Source: scaled dot-product attention of Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fxengine.graphs import Family, Program, Tensor
+from fxengine.graphs.program import Launch, ProgramError
+from fxengine.ops import linear
+
+if TYPE_CHECKING:
+    from fxengine.driver import Target
+
+# ATTENTION_SHARED of attention.cu: floats of shared memory of a block.
+_SHARED = 8192
+# More samples in a block than this save no more weight traffic worth having.
+_MAX_SAMPLES = 8
+
+
+def _tiles(fields: Mapping[str, Any]) -> int:
+    return -(-int(fields["batch"]) // int(fields["samples"]))
+
+
+FORWARD = Family("attention_forward", "attention.cu", "fx_attention_forward", "AttentionForward", tiles=_tiles)
+BACKWARD = Family("attention_backward", "attention.cu", "fx_attention_backward", "AttentionBackward", tiles=_tiles)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward keeps for its backward.
+
+    Attributes:
+        q: queries, float32 [B·T, A].
+        k: keys, the same shape.
+        v: values, the same shape.
+        p: attention weights, float32 [B·T, T].
+        o: weighted values p·v, float32 [B·T, A].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor
+    o: Tensor
+
+
+def saved(program: Program, batch: int, tokens: int, attn: int, *, name: str) -> Saved:
+    """Declare what a forward over `batch` samples keeps: tensors `<name>.q`, `.k`, `.v`, `.p`, `.o`."""
+    rows = batch * tokens
+    widths = {"q": attn, "k": attn, "v": attn, "p": tokens, "o": attn}
+    return Saved(**{part: program.tensor(f"{name}.{part}", (rows, width)) for part, width in widths.items()})
+
+
+def choose_samples(target: Target, batch: int, floats_shared: int, floats_per_sample: int) -> int:
+    """Samples of a block, 0 if not even one fits into shared memory; a pure function of its arguments.
+
+    The simulated device pays for blocks, a GPU for multiprocessors that have none.
+    """
+    fitting = max(0, (_SHARED - floats_shared) // floats_per_sample)
+    wanted = batch if target.kind == "sim" else -(-batch // target.sm_count)
+    return min(fitting, wanted, _MAX_SAMPLES)
+
+
+def forward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
+    """Floats of shared memory that a forward needs per block (weights) and per sample."""
+    padded = attn | 1
+    weights = 3 * attn * (features | 1) + features * padded
+    return weights, tokens * (features + 3 * padded + tokens)
+
+
+def backward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
+    """Floats of shared memory that a backward needs per block (w_o) and per sample."""
+    return features * attn, tokens * (features + 4 * (attn | 1) + 2 * tokens)
+
+
+def forward(
+    program: Program,
+    state: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_val: Tensor,
+    w_o: Tensor,
+    x: Tensor,
+    *,
+    tokens: int,
+    saved: Saved | None = None,
+    samples: int | None = None,
+    label: str | None = None,
+) -> Launch:
+    """Append x = t + softmax(q kᵀ/√A) v w_oᵀ, with t = state as [B, T, F].
+
+    Args:
+        program: where the record goes.
+        state: float32 [B, T·F], any row stride.
+        w_q: float32 [A, F], rows without gaps, like the other weights.
+        w_k: float32 [A, F].
+        w_val: float32 [A, F].
+        w_o: float32 [F, A].
+        x: float32 [B, T·F], any row stride; must not overlap the state.
+        tokens: T.
+        saved: receives what a backward needs; None keeps nothing.
+        samples: samples of a block; 0 works in global memory, for sizes that do not fit into shared memory
+            (default: `choose_samples`).
+        label: name of the record (default: x's name).
+
+    Raises:
+        ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
+    """
+    label = label or x.name
+    batch, features, attn = _sizes(label, "state", state, tokens, w_o)
+    _expect(label, "x", x, state.shape, f"state is {_shape(state)}")
+    for role, weight in (("w_q", w_q), ("w_k", w_k), ("w_val", w_val)):
+        _expect(label, role, weight, (attn, features), f"w_o is {_shape(w_o)}", gaps=False)
+    if x.region().overlaps(state.region()):
+        raise ProgramError(f"attention '{label}': x {_shape(x)} overlaps state {_shape(state)}; give it its own memory")
+    samples = _samples(label, program.target, batch, forward_floats(tokens, features, attn), samples)
+    _expect_saved(label, saved, batch * tokens, tokens, attn)
+    if saved is None and samples == 0:
+        saved = _declare_saved(program, batch, tokens, attn, name=f"{label}#{len(program.launches)}")
+    parts = [saved.q, saved.k, saved.v, saved.p, saved.o] if saved else [None] * 5
+    fields = {
+        "state": state,
+        "w_q": w_q,
+        "w_k": w_k,
+        "w_v": w_val,
+        "w_o": w_o,
+        "x": x,
+        **{name: part or 0 for name, part in zip("qkvpo", parts, strict=True)},
+        "ld_state": state.ld,
+        "ld_x": x.ld,
+        **_geometry(batch, tokens, features, attn, samples),
+    }
+    return program.launch(FORWARD, fields, reads=[state, w_q, w_k, w_val, w_o], writes=[x, *parts], label=label)
+
+
+def backward(
+    program: Program,
+    dx: Tensor,
+    w_o: Tensor,
+    saved: Saved,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    samples: int | None = None,
+    label: str | None = None,
+) -> Launch:
+    """Append dq, dk, dv = the gradients of queries, keys and values; all three overwrite.
+
+    Args:
+        program: where the record goes.
+        dx: float32 [B, T·F], gradient of the forward's x, any row stride.
+        w_o: float32 [F, A].
+        saved: what the forward kept.
+        dq: float32 [B·T, A].
+        dk: float32 [B·T, A].
+        dv: float32 [B·T, A].
+        samples: see `forward`.
+        label: name of the record (default: dx's name).
+
+    Raises:
+        ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
+    """
+    label = label or dx.name
+    tokens = saved.p.shape[-1]
+    batch, features, attn = _sizes(label, "dx", dx, tokens, w_o)
+    rows = batch * tokens
+    _expect_saved(label, saved, rows, tokens, attn)
+    for role, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
+        _expect(label, role, grad, (rows, attn), f"dx is {_shape(dx)} and w_o is {_shape(w_o)}", gaps=False)
+    samples = _samples(label, program.target, batch, backward_floats(tokens, features, attn), samples)
+    scratch: dict[str, Tensor] = {}
+    if samples == 0:
+        unique = f"{label}#{len(program.launches)}"
+        scratch["mixed_grad"] = program.tensor(f"{unique}.mixed_grad", (rows, attn))
+        scratch["scores_grad"] = program.tensor(f"{unique}.scores_grad", (rows, tokens))
+    fields = {
+        "dx": dx,
+        "w_o": w_o,
+        "q": saved.q,
+        "k": saved.k,
+        "v": saved.v,
+        "p": saved.p,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "mixed_grad": scratch.get("mixed_grad", 0),
+        "scores_grad": scratch.get("scores_grad", 0),
+        "ld_dx": dx.ld,
+        **_geometry(batch, tokens, features, attn, samples),
+    }
+    reads = [dx, w_o, saved.q, saved.k, saved.v, saved.p]
+    return program.launch(BACKWARD, fields, reads=reads, writes=[dq, dk, dv, *scratch.values()], label=label)
+
+
+def backward_weights(
+    program: Program,
+    dx: Tensor,
+    state: Tensor,
+    saved: Saved,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dw_q: Tensor,
+    dw_k: Tensor,
+    dw_val: Tensor,
+    dw_o: Tensor,
+    *,
+    accumulate: bool = False,
+    label: str | None = None,
+) -> None:
+    """Append the gradients of the four weights: dqᵀ t, dkᵀ t, dvᵀ t and dxᵀ o, summed over all tokens of the batch.
+
+    Args:
+        program: where the records go.
+        dx: float32 [B, T·F] without gaps between rows, gradient of the forward's x.
+        state: float32 [B, T·F] without gaps between rows, the forward's input.
+        saved: what the forward kept.
+        dq: float32 [B·T, A], made by `backward`.
+        dk: likewise.
+        dv: likewise.
+        dw_q: float32 [A, F].
+        dw_k: float32 [A, F].
+        dw_val: float32 [A, F].
+        dw_o: float32 [F, A].
+        accumulate: add to the weights' gradients instead of overwriting them.
+        label: begins the records' names (default: dx's name).
+
+    Raises:
+        ProgramError: shapes or dtypes that do not fit each other, or gaps; both sides are named.
+    """
+    label = label or dx.name
+    rows = saved.q.shape[0]
+    tokens = state.reshape(rows, state.size // rows)
+    dtokens = dx.reshape(rows, dx.size // rows)
+    for name, dy, x, dw in (
+        ("w_q", dq, tokens, dw_q),
+        ("w_k", dk, tokens, dw_k),
+        ("w_val", dv, tokens, dw_val),
+        ("w_o", dtokens, saved.o, dw_o),
+    ):
+        linear.backward_dw(program, dy, x, dw, accumulate=accumulate, label=f"{label}.{name}")
+
+
+# -- references ---------------------------------------------------------------------------------------------
+
+
+def reference_forward(
+    state: ArrayLike, w_q: ArrayLike, w_k: ArrayLike, w_val: ArrayLike, w_o: ArrayLike, *, tokens: int
+) -> dict[str, NDArray[np.float64]]:
+    """What `forward` computes, in float64: x [B, T·F], q, k, v, o [B, T, A], p [B, T, T]."""
+    flat = _wide(state)
+    t = flat.reshape(flat.shape[0], tokens, -1)
+    q, k, v = t @ _wide(w_q).T, t @ _wide(w_k).T, t @ _wide(w_val).T
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = q @ np.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1])
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        p = powers / powers.sum(axis=-1, keepdims=True)
+    o = p @ v
+    return {"x": (t + o @ _wide(w_o).T).reshape(flat.shape), "q": q, "k": k, "v": v, "p": p, "o": o}
+
+
+def reference_backward(
+    dx: ArrayLike, state: ArrayLike, w_o: ArrayLike, saved: Mapping[str, ArrayLike]
+) -> dict[str, NDArray[np.float64]]:
+    """What `backward` (dq, dk, dv [B, T, A]) and `backward_weights` (w_q, w_k, w_val, w_o) compute, in float64.
+
+    Args:
+        dx: [B, T·F].
+        state: [B, T·F].
+        w_o: [F, A].
+        saved: q, k, v, o [B, T, A] and p [B, T, T], as `reference_forward` returns them.
+    """
+    q, k, v, p, o = (_wide(saved[name]) for name in "qkvpo")
+    t = _wide(state).reshape(*q.shape[:2], -1)
+    dtokens = _wide(dx).reshape(t.shape)
+    do = dtokens @ _wide(w_o)
+    dp = do @ np.swapaxes(v, 1, 2)
+    ds = p * (dp - np.sum(dp * p, axis=-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    dq, dk, dv = ds @ k, np.swapaxes(ds, 1, 2) @ q, np.swapaxes(p, 1, 2) @ do
+    pairs = {"w_q": (dq, t), "w_k": (dk, t), "w_val": (dv, t), "w_o": (dtokens, o)}
+    weights = {name: np.einsum("bto,bti->oi", dy, x) for name, (dy, x) in pairs.items()}
+    return {"dq": dq, "dk": dk, "dv": dv, **weights}
+
+
+def _wide(a: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(a, dtype=np.float64)
+
+
+# -- checks -------------------------------------------------------------------------------------------------
+
+_declare_saved = saved  # `saved` is an argument's name in the functions above
+
+
+def _geometry(batch: int, tokens: int, features: int, attn: int, samples: int) -> dict[str, int | float]:
+    return {
+        "batch": batch,
+        "tokens": tokens,
+        "features": features,
+        "attn": attn,
+        "samples": max(1, samples),
+        "staged": int(samples > 0),
+        "scale": 1.0 / math.sqrt(attn),
+    }
+
+
+def _samples(label: str, target: Target, batch: int, floats: tuple[int, int], wanted: int | None) -> int:
+    if wanted is None:
+        return choose_samples(target, batch, *floats)
+    if wanted < 0 or (wanted and floats[0] + wanted * floats[1] > _SHARED):
+        fitting = max(0, (_SHARED - floats[0]) // floats[1])
+        raise ProgramError(f"attention '{label}': samples={wanted}, but a block of these sizes takes 0 to {fitting}")
+    return wanted
+
+
+def _sizes(label: str, role: str, flat: Tensor, tokens: int, w_o: Tensor) -> tuple[int, int, int]:
+    """Batch, features and attention width, from [B, T·F] and w_o [F, A]."""
+    if len(flat.shape) != 2 or flat.dtype != np.float32 or tokens < 1 or flat.shape[1] % tokens:
+        raise ProgramError(
+            f"attention '{label}': {role} is {_shape(flat)} of {flat.dtype}, "
+            f"expected float32 [B, T·F] with T = tokens = {tokens}"
+        )
+    features = flat.shape[1] // tokens
+    if len(w_o.shape) != 2:
+        raise ProgramError(f"attention '{label}': w_o is {_shape(w_o)}, expected [{features}, A]")
+    attn = w_o.shape[1]
+    _expect(label, "w_o", w_o, (features, attn), f"{role} is {_shape(flat)} of {tokens} tokens", gaps=False)
+    return flat.shape[0], features, attn
+
+
+def _expect_saved(label: str, saved: Saved | None, rows: int, tokens: int, attn: int) -> None:
+    if saved is None:
+        return
+    for role in "qkvpo":
+        shape = (rows, tokens if role == "p" else attn)
+        _expect(label, f"saved.{role}", getattr(saved, role), shape, f"there are {rows} tokens in all", gaps=False)
+
+
+def _expect(label: str, role: str, t: Tensor, shape: tuple[int, ...], because: str, *, gaps: bool = True) -> None:
+    if t.shape != shape or t.dtype != np.float32:
+        raise ProgramError(
+            f"attention '{label}': {role} is {_shape(t)} of {t.dtype}, expected float32 {list(shape)}: {because}"
+        )
+    if not gaps and not t.contiguous:
+        raise ProgramError(f"attention '{label}': {role} {_shape(t)} has gaps between its rows, expected none")
+
+
+def _shape(t: Tensor) -> str:
+    return f"'{t.name}' {list(t.shape)}"
