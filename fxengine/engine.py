@@ -43,6 +43,12 @@ class Engine:
         groups: parameter groups by index, for a definition with groups of its own.
         guard: put guard words around every buffer and let `check_guards` look for stray writes.
 
+    Attributes:
+        builder: the declared step: its program, groups, inputs, outputs, signals.
+        plan: its place in memory: `plan.buffer(tensor)`.
+        signals: the host-owned signals.
+        stream: the stream that steps run on.
+
     Raises:
         DeviceNotFound: no such device; the message says what to install.
         ConfigError, ProgramError: the definition cannot be built.
@@ -122,8 +128,8 @@ class Engine:
             ValueError: a shape or dtype differs from the input's, or the input is gathered from resident data.
         """
         for name in inputs:
-            if name not in self._builder.inputs:
-                raise KeyError(f"no input '{name}'; the step has {sorted(self._builder.inputs)}")
+            if name not in self.builder.inputs:
+                raise KeyError(f"no input '{name}'; the step has {sorted(self.builder.inputs)}")
             if name in self._resident:
                 raise ValueError(f"input '{name}' is gathered from device-resident data and cannot be written")
         self._staging.write(inputs)
@@ -168,21 +174,21 @@ class Engine:
 
     def output(self, name: str) -> NDArray[Any]:
         """Copy of a named output of the last step (for example h1, wire). Waits for the queued steps."""
-        tensor = self._builder.outputs.get(name) or self._builder.inputs.get(name)
+        tensor = self.builder.outputs.get(name) or self.builder.inputs.get(name)
         if tensor is None:
-            raise KeyError(f"no output '{name}'; there are {sorted([*self._builder.outputs, *self._builder.inputs])}")
+            raise KeyError(f"no output '{name}'; there are {sorted([*self.builder.outputs, *self.builder.inputs])}")
         return self._read(self.plan.buffer(tensor))
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Everything that a resumed run needs, as host arrays: parameters, moments, counters, signals."""
         arrays = {f"param.{n}": self.params[n] for n in self.params}
-        for p in self._builder.groups.parameters:
+        for p in self.builder.groups.parameters:
             arrays[f"m.{p.name}"] = self._read(self.plan.buffer(p.m))
             arrays[f"v.{p.name}"] = self._read(self.plan.buffer(p.v))
         arrays["counters"] = self._read(self.plan.buffer("counters")).view(np.uint64)
-        arrays["signals.device"] = self._read(self.plan.buffer(self._builder.snapshot))
+        arrays["signals.device"] = self._read(self.plan.buffer(self.builder.snapshot))
         host = self.signals.as_dict()
-        arrays["signals.host"] = np.array([host[n] for n in self._builder.signals.host_names], np.float32)
+        arrays["signals.host"] = np.array([host[n] for n in self.builder.signals.host_names], np.float32)
         return arrays
 
     def load_state(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -202,14 +208,12 @@ class Engine:
             raise ValueError("the state does not belong to this step: " + "; ".join(problems))
         for name in self.params:
             self.params[name] = arrays[f"param.{name}"]
-        for p in self._builder.groups.parameters:
+        for p in self.builder.groups.parameters:
             self._write(self.plan.buffer(p.m), arrays[f"m.{p.name}"])
             self._write(self.plan.buffer(p.v), arrays[f"v.{p.name}"])
         self._set_counters(arrays["counters"])
-        self._write(self.plan.buffer(self._builder.snapshot), arrays["signals.device"])
-        self.signals.update(
-            dict(zip(self._builder.signals.host_names, map(float, arrays["signals.host"]), strict=True))
-        )
+        self._write(self.plan.buffer(self.builder.snapshot), arrays["signals.device"])
+        self.signals.update(dict(zip(self.builder.signals.host_names, map(float, arrays["signals.host"]), strict=True)))
 
     def state_hash(self) -> str:
         """SHA-256 over the state: equal exactly when every bit of it is."""
@@ -254,7 +258,7 @@ class Engine:
         self, definition: Definition, data: dict[str, Source], groups: Mapping[int, str] | None, guard: bool
     ) -> None:
         self._resident = frozenset(data)
-        builder = self._builder = StepBuilder(self.device.target, groups=groups, data=data)
+        self.builder = builder = StepBuilder(self.device.target, groups=groups, data=data)
         definition(builder)
         builder.finish()
         self.stream = self.device.stream()
@@ -284,9 +288,9 @@ class Engine:
 
     def _initialise(self) -> None:
         for arena in ("params", "grads", "adam_m", "adam_v"):
-            for group in self._builder.groups:
+            for group in self.builder.groups:
                 self.plan.buffer(f"{arena}.{group.name}").fill_u32(0)
-        self.plan.buffer(self._builder.snapshot).fill_u32(0)
+        self.plan.buffer(self.builder.snapshot).fill_u32(0)
         self._set_counters(np.array([0, 0, 0, self.seed], np.uint64))
         for name, buffer in self._parameter_buffers().items():
             self._write(buffer, initial_value(name, buffer.shape, self.seed))
@@ -298,8 +302,8 @@ class Engine:
         self.plan.mapped("telemetry.head").array.view(np.uint64)[0] = self._submitted
 
     def _parameter_buffers(self) -> dict[str, Buffer]:
-        trained = {p.name: self.plan.buffer(p.value) for p in self._builder.groups.parameters}
-        fixed = {n: self.plan.buffer(t) for n, t in self._builder.fixed_parameters.items()}
+        trained = {p.name: self.plan.buffer(p.value) for p in self.builder.groups.parameters}
+        fixed = {n: self.plan.buffer(t) for n, t in self.builder.fixed_parameters.items()}
         return {**trained, **fixed}
 
     def _idle(self) -> bool:
@@ -373,10 +377,10 @@ class _Evaluation:
         self._engine = engine
         shared = {
             name: engine.plan.buffer(name)
-            for name, storage in engine._builder.program.storages.items()
+            for name, storage in engine.builder.program.storages.items()
             if storage.arena in ("params", "grads", "adam_m", "adam_v", "fixed", "signals")
         }
-        self._builder = StepBuilder(engine.device.target, groups=engine._builder.signals.groups, shared=shared)
+        self._builder = StepBuilder(engine.device.target, groups=engine.builder.signals.groups, shared=shared)
         definition(self._builder)
         self._builder.finish()
         self._plan = Plan(self._builder.program, engine.device)

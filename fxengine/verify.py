@@ -271,7 +271,7 @@ def _run(engine: Engine, file: GoldenFile, step: int) -> dict[str, Array]:
     """Feed and run one step; its results under the names of the file."""
     if step > 0:
         _lend_slots(engine, file, f"step{step - 1}.out.")
-    builder = engine._builder
+    builder = engine.builder
     inputs = {}
     for name, tensor in builder.inputs.items():
         side = "out" if name in _LENT_INPUTS else "in"
@@ -312,7 +312,7 @@ def _known(engine: Engine, values: Mapping[str, float], file: GoldenFile) -> Non
 
 
 def _state_names(engine: Engine) -> list[str]:
-    parameters = engine._builder.groups.parameters
+    parameters = engine.builder.groups.parameters
     return [f"{kind}.{p.name}" for p in parameters for kind in ("param", "m", "v")]
 
 

@@ -268,7 +268,8 @@ __device__ __forceinline__ void glunorm_partials(const GluNormBackward& r, int t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_glunorm_backward(const GluNormBackward* table, int count) {
+// At most 128 registers: without the bound ptxas spills a few to fit a third block on a multiprocessor.
+extern "C" __global__ void __launch_bounds__(256, 2) fx_glunorm_backward(const GluNormBackward* table, int count) {
     int tile;
     const GluNormBackward& r = fx_record(table, count, tile);
     const bool quads = r.width % 4 == 0 && fx_quads(r.dh, r.lddh) && fx_quads(r.g, r.ldg) &&

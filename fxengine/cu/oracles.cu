@@ -65,7 +65,8 @@ struct OracleRun {
 };
 
 // `bits` without the sign; ORACLE_NONE takes part in no pass.
-__device__ __forceinline__ void oracle_count(const OracleDigit& digit, unsigned bits, OracleRun& run, unsigned* counts) {
+__device__ __forceinline__ void oracle_count(const OracleDigit& digit, unsigned bits, OracleRun& run,
+                                             unsigned* counts) {
     const bool counted = (bits >> digit.above) == digit.prefix;
     const unsigned bin = (bits >> digit.shift) & digit.mask;
     if (counted && bin != run.bin) {
@@ -78,7 +79,8 @@ __device__ __forceinline__ void oracle_count(const OracleDigit& digit, unsigned 
 
 __device__ __forceinline__ unsigned oracle_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-__device__ __forceinline__ void oracle_tile(const Oracle& record, const OracleDigit& digit, int tile, unsigned* counts) {
+__device__ __forceinline__ void oracle_tile(const Oracle& record, const OracleDigit& digit, int tile,
+                                            unsigned* counts) {
     const long long start = static_cast<long long>(tile) * ORACLE_TILE, length = record.length;
     const float* values = record.values;
     OracleRun run = {0u, 0u};
@@ -162,7 +164,8 @@ __device__ __forceinline__ void oracle_choose(const Oracle& record, const Oracle
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_oracle(const Oracle* table, int count) {
+// Four blocks per SM are asked for to leave 64 registers: the compiler would spill for more.
+extern "C" __global__ void __launch_bounds__(256, 4) fx_oracle(const Oracle* table, int count) {
     __shared__ unsigned counts[ORACLE_BINS];
     __shared__ u64 totals[8];
     __shared__ int last;

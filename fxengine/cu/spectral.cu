@@ -21,7 +21,7 @@ struct Spectral {
 
 constexpr int SPECTRAL_THREADS = 1024;
 constexpr int SPECTRAL_WARPS = 32;
-// Columns per round of w^T u: 9 per lane, since the matrices are a little wider than a power of two (h2 and a few more).
+// Columns per round of w^T u: 9 per lane, since the matrices are a little wider than a power of two: h2 and a few more.
 constexpr int SPECTRAL_LANE = 9;
 constexpr int SPECTRAL_ROUND = 32 * SPECTRAL_LANE;
 
@@ -133,7 +133,9 @@ extern "C" __global__ void __launch_bounds__(1024) fx_spectral(const Spectral* t
         squares += static_cast<double>(record.u[r]) * static_cast<double>(record.u[r]);
     }
     double inverse = 1.0 / spectral_floor(sqrt(spectral_sum(squares, scratch)));
-    for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) record.u[r] = static_cast<float>(record.u[r] * inverse);
+    for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) {
+        record.u[r] = static_cast<float>(record.u[r] * inverse);
+    }
     __syncthreads();
 
     // u^T w v = (w^T u)^T v: the product that v is made from gives sigma too.

@@ -79,7 +79,8 @@ def compile_cubin(source: KernelSource, arch: str, options: Sequence[str] = ()) 
 
 def compile_report(source: KernelSource, arch: str, options: Sequence[str] = ()) -> list[KernelUsage]:
     """Registers, spills and shared memory of every kernel of `source` on `arch`, in order of name; not cached."""
-    flags = _options(source, arch, (*options, "--ptxas-options=-v"))
+    # NVRTC's own cache would skip ptxas, and with it the report.
+    flags = _options(source, arch, (*options, "--ptxas-options=-v", "--no-cache"))
     return resource_usage(_compile(source, flags)[1])
 
 

@@ -1,6 +1,6 @@
 """Attention over the feature tokens of a sample: x = t + softmax(q kᵀ/√A) v w_oᵀ (`attention.cu`).
 
-    saved = attention.saved(program, batch, tokens, attn, name="attn")          # only if there will be a backward
+    saved = attention.Saved.declare(program, batch, tokens, attn, name="attn")  # only if there will be a backward
     attention.forward(program, state, w_q, w_k, w_val, w_o, x, tokens=tokens, saved=saved)
     attention.backward(program, dx, w_o, saved, dq, dk, dv)
     attention.backward_weights(program, dx, state, saved, dq, dk, dv, dw_q, dw_k, dw_val, dw_o)
@@ -60,12 +60,12 @@ class Saved:
     p: Tensor
     o: Tensor
 
-
-def saved(program: Program, batch: int, tokens: int, attn: int, *, name: str) -> Saved:
-    """Declare what a forward over `batch` samples keeps: tensors `<name>.q`, `.k`, `.v`, `.p`, `.o`."""
-    rows = batch * tokens
-    widths = {"q": attn, "k": attn, "v": attn, "p": tokens, "o": attn}
-    return Saved(**{part: program.tensor(f"{name}.{part}", (rows, width)) for part, width in widths.items()})
+    @classmethod
+    def declare(cls, program: Program, batch: int, tokens: int, attn: int, *, name: str) -> Saved:
+        """Declare tensors `<name>.q`, `.k`, `.v`, `.p`, `.o` for a forward over `batch` samples."""
+        rows = batch * tokens
+        widths = {"q": attn, "k": attn, "v": attn, "p": tokens, "o": attn}
+        return cls(**{part: program.tensor(f"{name}.{part}", (rows, width)) for part, width in widths.items()})
 
 
 def choose_samples(target: Target, batch: int, floats_shared: int, floats_per_sample: int) -> int:
@@ -133,7 +133,7 @@ def forward(
     samples = _samples(label, program.target, batch, forward_floats(tokens, features, attn), samples)
     _expect_saved(label, saved, batch * tokens, tokens, attn)
     if saved is None and samples == 0:
-        saved = _declare_saved(program, batch, tokens, attn, name=f"{label}#{len(program.launches)}")
+        saved = Saved.declare(program, batch, tokens, attn, name=f"{label}#{len(program.launches)}")
     parts = [saved.q, saved.k, saved.v, saved.p, saved.o] if saved else [None] * 5
     fields = {
         "state": state,
@@ -305,8 +305,6 @@ def _wide(a: ArrayLike) -> NDArray[np.float64]:
 
 
 # -- checks -------------------------------------------------------------------------------------------------
-
-_declare_saved = saved  # `saved` is an argument's name in the functions above
 
 
 def _geometry(batch: int, tokens: int, features: int, attn: int, samples: int) -> dict[str, int | float]:

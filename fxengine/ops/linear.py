@@ -92,7 +92,12 @@ def choose_dw(
     work over tiles that finish soon.
     """
     slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
-    choices = [(name, s) for name in (TILES if tile is None else [tile]) for s in slices]
+    choices = [
+        (name, s)
+        for name in (TILES if tile is None else [tile])
+        for s in slices
+        if s == 1 or TILES[name].count(rows, *columns) < 2 * target.sm_count  # else the outputs fill the device alone
+    ]
     return min(choices, key=lambda c: _cost(target, TILES[c[0]], rows, columns, depth, slices=c[1], share=8))
 
 

@@ -50,7 +50,7 @@ class Case:
         self.dx = bench.draw(batch, tokens * features)
         shapes = {name: (features, attn) if name == "w_o" else (attn, features) for name in WEIGHTS}
         self.w = {name: bench.draw(*shape) for name, shape in shapes.items()}
-        self.before = {name: bench.draw(*shape) if accumulate else np.zeros(shape) for name, shape in shapes.items()}
+        self.before = {name: bench.draw(*shape) * np.float32(accumulate) for name, shape in shapes.items()}
 
         state = bench.matrix(self.state, lead=lead, pad=pad)
         dx = bench.matrix(self.dx, lead=lead, pad=pad)
@@ -65,10 +65,12 @@ class Case:
         saved = attention.Saved(**parts)
         self.out |= parts | grads
         forward: dict[str, Any] = {"tokens": tokens, "samples": samples}
-        attention.forward(program, state, *w.values(), self.out["x"], saved=saved, **forward)
-        attention.forward(program, state, *w.values(), self.out["x_alone"], label="alone", **forward)
+        w_q, w_k, w_val, w_o = w.values()
+        x, alone = self.out["x"], self.out["x_alone"]
+        attention.forward(program, state, w_q, w_k, w_val, w_o, x, saved=saved, **forward)
+        attention.forward(program, state, w_q, w_k, w_val, w_o, alone, label="alone", **forward)
         fits = samples is None or sum(attention.backward_floats(tokens, features, attn)) <= attention._SHARED
-        attention.backward(program, dx, w["w_o"], saved, *grads.values(), samples=samples if fits else None)
+        attention.backward(program, dx, w_o, saved, *grads.values(), samples=samples if fits else None)
         if lead == pad == 0:
             dw = {
                 name: bench.matrix(v, pad=0) if accumulate else bench.result(*shapes[name], pad=0)
@@ -197,25 +199,25 @@ def test_what_is_not_finite_stays_in_its_sample(device: Device, samples: int | N
 
 def test_a_forward_alone_keeps_nothing(device: Device) -> None:
     program = Program(device.target)
-    weights = [program.tensor(name, (8, 16) if name == "w_o" else (16, 8)) for name in WEIGHTS]
+    w, w_o = program.tensor("w", (16, 8)), program.tensor("w_o", (8, 16))
     state, x = program.tensor("state", (4, 48)), program.tensor("x", (4, 48))
     before = set(program.storages)
-    record = attention.forward(program, state, *weights, x, tokens=6)
+    record = attention.forward(program, state, w, w, w, w_o, x, tokens=6)
     assert set(program.storages) == before
     assert record.writes == (x,)
     assert all(record.fields[name] == 0 for name in "qkvpo")
-    attention.forward(program, state, *weights, x, tokens=6, samples=0)
+    attention.forward(program, state, w, w, w, w_o, x, tokens=6, samples=0)
     assert len(set(program.storages) - before) == 5
 
 
 def test_online_and_target_share_a_launch(device: Device) -> None:
     bench = Bench(device)
-    weights = [bench.matrix(bench.draw(3, 2), pad=0) for _ in range(3)]
+    w_q, w_k, w_val = (bench.matrix(bench.draw(3, 2), pad=0) for _ in range(3))
     w_o = bench.matrix(bench.draw(2, 3), pad=0)
     outs = [bench.result(batch, 8) for batch in (1, 5)]
     for out in outs:
         state = bench.matrix(bench.draw(out.shape[0], 8))
-        attention.forward(bench.program, state, *weights, w_o, out, tokens=4)
+        attention.forward(bench.program, state, w_q, w_k, w_val, w_o, out, tokens=4)
     with bench.run() as plan:
         assert [node.name for node in plan.nodes] == ["attention_forward"]
         assert all(np.isfinite(read(plan, out)).all() for out in outs)
@@ -239,7 +241,7 @@ def test_shapes_are_checked(device: Device) -> None:
     with pytest.raises(ProgramError, match="gaps between its rows"):
         wide = program.tensor("wide", (16, 9)).columns(0, 8)
         attention.forward(program, state, wide, w, w, w_o, x, tokens=6)
-    saved = attention.saved(program, 4, 6, 16, name="attn")
+    saved = attention.Saved.declare(program, 4, 6, 16, name="attn")
     with pytest.raises(ProgramError, match=r"saved.q is 'attn.q' \[24, 16\].*expected float32 \[18, 16\]"):
         attention.forward(program, state.rows(0, 3), w, w, w, w_o, x.rows(0, 3), tokens=6, saved=saved)
     with pytest.raises(ProgramError, match=r"dk is 'w' \[16, 8\].*expected float32 \[24, 16\]"):

@@ -165,9 +165,7 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
     program = Program(device.target)
     v, adv, q = program.tensor("v", (4, 5)), program.tensor("adv", (4, 15)), program.tensor("q", (4, 3))
 
-    def forward(
-        v: Tensor, adv: Tensor, q: Tensor, v_min: float = -1.0, v_max: float = 1.0, **optional: Tensor
-    ) -> None:
+    def forward(v: Tensor, adv: Tensor, q: Tensor, v_min: float = -1.0, v_max: float = 1.0, **optional: Tensor) -> None:
         dueling.forward(program, v, adv, q, v_min=v_min, v_max=v_max, label="head", **optional)
 
     with pytest.raises(ProgramError, match=r"'head': adv must have actions x 5 columns.*\(4, 14\)"):

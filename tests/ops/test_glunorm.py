@@ -302,7 +302,7 @@ def test_shapes_are_checked(device: Device) -> None:
         glunorm.forward(program, skip, skip, gain, gain, h)
     with pytest.raises(ProgramError, match=r"bias is 'g' \[4, 10\].*expected float32 \[5\]"):
         glunorm.forward(program, g, skip, gain, g, h)
-    with pytest.raises(ProgramError, match="h 'skip' .* overlaps skip"):
+    with pytest.raises(ProgramError, match=r"h 'skip' .* overlaps skip"):
         glunorm.forward(program, g, skip, gain, gain, skip)
     with pytest.raises(ProgramError, match=r"stats is 'skip' \[4, 5\].*expected float32 \[4, 2\]"):
         glunorm.forward(program, g, skip, gain, gain, h, stats=skip)
@@ -314,7 +314,7 @@ def test_shapes_are_checked(device: Device) -> None:
         glunorm.backward(program, h, g, skip, gain, stats, dg, dskip=h, activation="gelu")  # type: ignore[arg-type]
     with pytest.raises(ProgramError, match="concern dskip"):
         glunorm.backward(program, h, g, skip, gain, stats, dg, accumulate=True)
-    with pytest.raises(ProgramError, match="dskip 'h' .* overlaps dh"):
+    with pytest.raises(ProgramError, match=r"dskip 'h' .* overlaps dh"):
         glunorm.backward(program, h, g, skip, gain, stats, dg, dskip=h)
     with pytest.raises(ProgramError, match=r"out is 'gain' \[5\].*expected float32 \[10\]"):
         glunorm.columnsum(program, g, gain)

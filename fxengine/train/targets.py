@@ -1,0 +1,103 @@
+"""Target networks: slowly moving copies of parameter groups (`targets.cu`).
+
+Polyak averaging of a target network as in Lillicrap et al., "Continuous control with deep reinforcement learning"
+(ICLR 2016).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fxengine.driver import Buffer
+from fxengine.graphs import Family, Program, Tensor
+from fxengine.train.groups import ParamGroup
+
+if TYPE_CHECKING:
+    from fxengine.train.optimizer import Guard, SignalLookup
+
+_TILE = 1024
+
+
+def _tiles(fields: Mapping[str, Any]) -> int:
+    return -(-int(fields["length"]) // _TILE)
+
+
+POLYAK = Family("polyak", "targets.cu", "fx_polyak", "Polyak", tiles=_tiles)
+
+
+class TargetGroup:
+    """The target copy of a parameter group: one buffer laid out like the group's, and never a gradient.
+
+    `target["w_s1"]` is the copy of the parameter of that name. The padding between tensors moves along with the rest
+    and belongs to nobody.
+
+    Args:
+        program: where the buffer `targets.<group>` is declared, in the arena `targets`.
+        group: the group that it follows.
+        shared: buffers of another step to use instead of a new one, by tensor name.
+    """
+
+    def __init__(self, program: Program, group: ParamGroup, *, shared: Mapping[str, Buffer] | None = None) -> None:
+        self.group = group
+        self.values = program.declare(
+            f"targets.{group.name}", (group.size,), np.float32, arena="targets", shared=shared or {}
+        )
+        self._views = {
+            p.name: self.values.flat(p.offset, p.offset + math.prod(p.shape)).reshape(*p.shape)
+            for p in group.parameters
+        }
+
+    @property
+    def name(self) -> str:
+        """Name of the group."""
+        return self.group.name
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._views[name]
+        except KeyError:
+            raise KeyError(f"no target of '{name}'; group '{self.name}' has {', '.join(self._views)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+
+def polyak(program: Program, targets: Iterable[TargetGroup], *, signal: SignalLookup, guard: Guard) -> None:
+    """Append, in place: targets += polyak_tau (params - targets), for each group.
+
+    To come last, after everything that changes the parameters. Nothing is written, bit for bit, while the guard's flag
+    is set or polyak_tau is 0.
+
+    Args:
+        program: program to append to.
+        targets: the groups that have targets; they follow the parameters as the records before have left them.
+        signal: must know `polyak_tau`.
+        guard: what `norm` returned.
+    """
+    tau = signal("polyak_tau")
+    for target in targets:
+        params = target.group.params
+        program.launch(
+            POLYAK,
+            {
+                "targets": target.values,
+                "params": params,
+                "tau": tau,
+                "skip": guard.skip,
+                "length": params.size,
+            },
+            reads=[target.values, params, tau, guard.skip],
+            writes=[target.values],
+            label=f"polyak.{target.name}",
+        )
+
+
+def reference_polyak(target: ArrayLike, params: ArrayLike, tau: float) -> NDArray[np.float64]:
+    """What `polyak` makes of one tensor, in float64."""
+    old = np.asarray(target, np.float64)
+    return old + tau * (np.asarray(params, np.float64) - old)
