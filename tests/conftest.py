@@ -1,4 +1,4 @@
-"""One suite, two devices: every test that takes `device` runs on the simulated device and, where there is one, a GPU."""
+"""One suite, two devices: a test that takes `device` runs on the simulated device and, where there is one, a GPU."""
 
 from __future__ import annotations
 

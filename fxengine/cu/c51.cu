@@ -166,14 +166,14 @@ __device__ __forceinline__ void c51_project(
         const float at = static_cast<float>(k);
         m[c] = 0.0f;
         if (k >= b.atoms) continue;
-        // Only the j with |u_j - k| < 1, and on the outermost atoms those beyond the ends, contribute. The range is one
-        // too wide on either side, which costs zeros and covers rounding; NaN and tiny discounts get all of it.
+        // Only the j with |u_j - k| < 1, and on the outermost atoms those beyond the ends, contribute. The range takes
+        // in its ends, which add nothing unless rounding moved them; NaN and tiny discounts get all of it.
         int from = 0, to = dead ? 0 : b.atoms - 1;
         if (disc >= 0.01f) {
             const float inverse = fx_divide(1.0f, disc);
-            if (k > 0) from = static_cast<int>(fminf(fmaxf(floorf((at - 1.0f - start) * inverse) - 1.0f, 0.0f), top));
+            if (k > 0) from = static_cast<int>(fminf(fmaxf(floorf((at - 1.0f - start) * inverse), 0.0f), top));
             if (k < b.atoms - 1) {
-                to = static_cast<int>(fmaxf(fminf(ceilf((at + 1.0f - start) * inverse) + 1.0f, top), 0.0f));
+                to = static_cast<int>(fmaxf(fminf(ceilf((at + 1.0f - start) * inverse), top), 0.0f));
             }
         }
         for (int j = from; j <= to; ++j) {

@@ -95,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(256) fx_squares(const Squares* tabl
     fx_wait();
     fx_trigger();
     const bool live = there && (record.discount == nullptr || record.discount[row] > 0.0f);
-    const int total = record.discount == nullptr ? record.rows : *record.live;
-    const float scale = fx_divide(1.0f, static_cast<float>(record.cols) * static_cast<float>(total > 1 ? total : 1));
+    const int total = record.discount == nullptr ? record.rows : *record.live;  // 0 only where no row uses it
+    const float scale = fx_divide(1.0f, static_cast<float>(record.cols) * static_cast<float>(total));
     float* dy = there && record.dy != nullptr ? record.dy + row * record.ld_dy : nullptr;
     float sum = 0.0f;
     if (live) {

@@ -202,11 +202,13 @@ class Program:
 
     Attributes:
         target: the device the program is made for (kernel families may choose their tiles by it).
+        precision: how linear products are computed: `fp32`, or on tensor cores `tf32` or `bf16` with float32 sums.
         storages: every storage, by name.
         launches: the records.
     """
 
     target: Target
+    precision: str = "fp32"
     storages: dict[str, Storage] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 

@@ -47,6 +47,7 @@ class StepBuilder:
 
     Args:
         target: the device the step is made for.
+        precision: of linear products: `fp32`, `tf32` or `bf16`.
         groups: group name by index; defaults to those of the specified step.
         data: inputs that are gathered from device-resident rows instead of being written by the host.
         shared: buffers of another step to use instead of new ones (parameters, signal snapshot), by tensor name.
@@ -57,11 +58,12 @@ class StepBuilder:
         self,
         target: Target,
         *,
+        precision: str = "fp32",
         groups: Mapping[int, str] | None = None,
         data: Mapping[str, Source] | None = None,
         shared: Mapping[str, Buffer] | None = None,
     ) -> None:
-        self.program = Program(target)
+        self.program = Program(target, precision)
         self.signals = SignalMap(groups)
         self.train = shared is None
         self.inputs: dict[str, Tensor] = {}

@@ -10,9 +10,8 @@
 The layers between are those of `linear` on B*N rows, row b*N + i for quantile i of sample b. The quantile network
 learns at full scale; what flows on into h2 is multiplied by weight * readiness, and is an exact 0 where that is 0.
 
-Source: Dabney, Ostrovski, Silver, Munos 2018, "Implicit quantile networks for distributional reinforcement
-learning". Here the cosines begin at i = 0, the indicator is [delta < 0], the loss sums over the online quantiles and
-takes the mean over the target's.
+Source: Dabney, Ostrovski, Silver, Munos 2018, "Implicit quantile networks for distributional RL". Here the cosines
+begin at i = 0, and the loss sums over the online quantiles and takes the mean over the target's.
 """
 
 from __future__ import annotations

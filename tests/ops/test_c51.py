@@ -298,6 +298,12 @@ def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
         if name.startswith("d"):
             np.testing.assert_array_equal(array, expected[name])
 
+    case = _case(2, 6, (3,))
+    case.actions[:], case.weights = 0, {"w_cql": 0.0, "w_distill": 0.5}
+    case.adv[0][0, 60] = np.inf  # q of action 1 is NaN, and with it the conservative term of the row
+    result = _run(device, case)
+    assert np.isnan(result["loss_cql"][0]) and np.isfinite(result["dv"]).all() and np.isfinite(result["dadv0"]).all()
+
 
 def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
     case = _case(3, 8, (3, 4))
@@ -348,6 +354,9 @@ def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
     assert np.isnan(dirty["dv"][1:3]).all() and np.isnan(dirty["dadv0"][1]).all() and np.isnan(dirty["dadv1"][2]).all()
     for name in ("td", "dv", "dadv0", "dadv1"):
         np.testing.assert_array_equal(dirty[name][[0, 3]], clean[name][[0, 3]])
+    for name in WEIGHTS:  # each loss by itself
+        case.weights = {name: 0.5}
+        np.testing.assert_array_equal(np.isnan(_run(device, case)["dv"]).all(axis=1), [False, True, True, False])
 
 
 def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:

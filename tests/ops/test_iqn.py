@@ -240,7 +240,7 @@ def _loss(
     whole, dtheta = _canvas(program, "dtheta", case["theta"].shape, pad)
     whole_mean, mean = _canvas(program, "theta_mean", (rows, count), pad)
     loss = program.tensor("loss", (1,))
-    outputs = {"dtheta": dtheta, "loss": loss, "theta_mean": mean}
+    outputs: Arrays = {"dtheta": dtheta, "loss": loss, "theta_mean": mean}
     iqn.loss(program, **inputs, branches=branches, kappa=kappa, **outputs)
     found = _run(program, device, whole, whole_mean, loss, times=times)
     return {
@@ -428,7 +428,7 @@ def test_golden_component(device: Device, name: str) -> None:
     spread = np.full((config.batch, config.iqn_target_quantiles, config.actions), 1e9)
     columns = out["best"] + np.asarray(config.offsets)
     np.put_along_axis(spread, np.broadcast_to(columns[:, None, :], target.shape), target, axis=2)
-    seen = {
+    seen: Arrays = {
         "theta_target": spread.reshape(-1, config.actions),
         "actions": batch["actions"],
         "best": out["best"],

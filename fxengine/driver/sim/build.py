@@ -21,7 +21,7 @@ __all__ = ["KernelText", "build_runtime", "build_shared_object", "kernel_facts"]
 HERE = Path(__file__).parent
 KERNEL_HEADERS = HERE.parent.parent / "cu"
 HEADERS = ("fx_host.h", "fx_math.h", "fx_sim.h", "fx_warp.h")
-RUNTIME = ("scheduler.cpp", "runtime.cpp")
+RUNTIME = ("fibers.cpp", "scheduler.cpp", "faults.cpp", "runtime.cpp")
 _TRAILER = b"FXSIMv2\n"
 _KERNEL = re.compile(r'extern\s*"C"\s*__global__\b')
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -81,7 +81,7 @@ def build_runtime() -> Path:
     """The shared object that schedules kernels: built once per compiler and cached."""
     compiler = find_compiler()
     options = [*compiler.common_options(), "-O2", "-g1", "-Wall", "-Wextra"]
-    texts = [(HERE / name).read_bytes() for name in ("fx_sim.h", "runtime.h", *RUNTIME)]
+    texts = [(HERE / name).read_bytes() for name in ("fx_sim.h", "runtime.h", "worker.h", *RUNTIME)]
 
     def build(target: Path) -> None:
         files = [str(HERE / name) for name in RUNTIME]
