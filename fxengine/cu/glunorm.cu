@@ -162,8 +162,8 @@ __device__ __forceinline__ void glunorm_forward_row(const GluNormForward& r, lon
 extern "C" __global__ void __launch_bounds__(256) fx_glunorm_forward(const GluNormForward* table, int count) {
     int tile;
     const GluNormForward& r = fx_record(table, count, tile);
-    const bool quads = r.width % 4 == 0 && fx_quads(r.g, r.ldg) && fx_quads(r.skip, r.ld_skip) && fx_quads(r.h, r.ldh) &&
-                       fx_quads(r.gain, 0) && fx_quads(r.bias, 0);
+    const bool quads = r.width % 4 == 0 && fx_quads(r.g, r.ldg) && fx_quads(r.skip, r.ld_skip) &&
+                       fx_quads(r.h, r.ldh) && fx_quads(r.gain, 0) && fx_quads(r.bias, 0);
     fx_wait();
     fx_trigger();
     const long long row = static_cast<long long>(tile) * 8 + static_cast<int>(threadIdx.x >> 5);

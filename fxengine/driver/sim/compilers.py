@@ -18,7 +18,7 @@ __all__ = ["Compiler", "find_compiler"]
 
 _ADVICE = (
     "The simulated device compiles its kernels with a C++17 compiler and found none (tried {tried}). Install one: "
-    "`apt-get install g++` on Debian and Ubuntu, `dnf install gcc-c++` on Fedora, `apk add g++` on Alpine, "
+    "`apt-get install g++` on Debian and Ubuntu, `dnf install gcc-c++` on Fedora, "
     "or `pip install ziglang` anywhere; or name one in the environment variable CXX."
 )
 

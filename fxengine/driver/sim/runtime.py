@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from fxengine.driver.errors import DeviceNotFound
 from fxengine.driver.sim.build import build_runtime
 
 __all__ = ["Failure", "KernelRecord", "Library", "Operation", "parse_schedule"]
@@ -65,12 +66,19 @@ class Failure(ctypes.Structure):
 class Library:
     """The loaded runtime. One per process; built at first use.
 
-    Raises DeviceNotFound where there is no C++ compiler.
+    Raises DeviceNotFound where there is no C++ compiler, or what it built cannot be loaded.
     """
 
     def __init__(self) -> None:
-        # Kernel modules find the runtime's symbols because it is loaded for all.
-        library = ctypes.CDLL(str(build_runtime()), mode=ctypes.RTLD_GLOBAL)
+        path = build_runtime()
+        try:
+            # Kernel modules find the runtime's symbols because it is loaded for all.
+            library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise DeviceNotFound(
+                f"the runtime of the simulated device cannot be loaded: {error}. Where the cache folder forbids "
+                "execution, set FXENGINE_CACHE to another."
+            ) from error
         self.start: Any = library.fx_sim_start
         self.start.argtypes = [ctypes.c_uint]
         self.start.restype = None
