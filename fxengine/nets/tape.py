@@ -1,18 +1,26 @@
 """Forward records now, their backward records later, in reverse.
 
-A tensor has a gradient buffer only if something upstream of it has parameters to train and someone asked for it: what
-is not tracked gets no buffer and no kernel argument. That is how a stop-gradient is built here: structurally.
+A tensor has a gradient only if it is tracked, and a gradient buffer only if some loss reaches it: what is not tracked
+gets no buffer and no kernel argument. That is how a stop-gradient is built here: structurally.
+
+    y = tape.linear(x, "w", "b", activation="elu", name="y")       # appends the forward
+    dy = tape.training.output(y)                                    # a loss writes here
+    tape.backward()                                                 # appends the backward of everything
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import crossentropy, linear
 from fxengine.ops.linear import Activation
 from fxengine.train.groups import ParamGroups
+
+#: Most sources that one input-gradient record sums.
+MAX_SOURCES = 16
 
 
 @dataclass
@@ -20,10 +28,93 @@ class _Gradient:
     """Gradient of a tracked tensor: dL/d(pre-activation), as every kernel of the project keeps it."""
 
     tensor: Tensor
-    y: Tensor
-    activation: Activation
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sources: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
     written: bool = False
+
+
+class Gradients:
+    """One set of gradient buffers of a tape. Training has one; the decomposition has one per loss.
+
+    Args:
+        tape: the tape whose tensors the gradients belong to.
+        prefix: begins the names of this set's buffers. Empty for training, whose parameter gradients are those of the
+            groups; any other set has parameter gradients of its own.
+    """
+
+    def __init__(self, tape: Tape, prefix: str = "") -> None:
+        self.prefix = prefix
+        self._tape = tape
+        self._gradients: dict[Tensor, _Gradient] = {}
+        self._parameters: dict[str, Tensor] = {}
+
+    @property
+    def is_training(self) -> bool:
+        """Whether these are the gradients that the optimizer sees."""
+        return not self.prefix
+
+    def output(self, y: Tensor) -> Tensor:
+        """The gradient of y for a loss to overwrite; y must be tracked and have no gradient yet."""
+        gradient, accumulate = self.contribute(y)
+        if accumulate:
+            raise ProgramError(f"the gradient of {y} is written already; a loss would overwrite it")
+        return gradient
+
+    def contribute(self, y: Tensor) -> tuple[Tensor, bool]:
+        """The gradient of y, and whether to add to it (else overwrite). The caller does write it."""
+        gradient = self._of(y)
+        accumulate, gradient.written = gradient.written, True
+        return gradient.tensor, accumulate
+
+    def add_source(self, y: Tensor, dy: Tensor, w: Tensor, scale: Tensor | None) -> None:
+        """Owe scale·dy·w to the gradient of y; it is paid with all other sources when y's gradient is needed."""
+        self._of(y).sources.append((dy, w, scale))
+
+    def settle(self, y: Tensor) -> Tensor | None:
+        """y's gradient with everything that is owed to it; None if no loss reaches y."""
+        gradient = self._gradients.get(y)
+        if gradient is None:
+            return None
+        while gradient.sources:
+            due, gradient.sources = gradient.sources[:MAX_SOURCES], gradient.sources[MAX_SOURCES:]
+            activation = self._tape.activation(y)
+            linear.backward_dx(
+                self._tape.program,
+                [dy for dy, _, _ in due],
+                [w for _, w, _ in due],
+                gradient.tensor,
+                scales=[scale for _, _, scale in due],
+                x=y if activation != "none" else None,
+                activation=activation,
+                accumulate=gradient.written,
+                label=f"{self.prefix}{y.name}.dx",
+            )
+            gradient.written = True
+        return gradient.tensor
+
+    def parameter(self, name: str) -> tuple[Tensor, bool]:
+        """The gradient of a parameter, and whether to add to it (else overwrite). The caller does write it."""
+        accumulate = name in self._parameters
+        if not accumulate:
+            own = self._tape.groups[name]
+            self._parameters[name] = (
+                own.grad if self.is_training else self._tape.program.tensor(f"{self.prefix}grad.{name}", own.shape)
+            )
+        return self._parameters[name], accumulate
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Gradients of the parameters that were reached."""
+        return dict(self._parameters)
+
+    def _of(self, y: Tensor) -> _Gradient:
+        if y not in self._gradients:
+            self._tape.activation(y)  # raises if y is not tracked
+            self._gradients[y] = _Gradient(self._tape.program.tensor(f"{self.prefix}d.{y.name}", y.shape))
+        return self._gradients[y]
+
+
+#: Appends the backward of one op for one set of gradients.
+Backward: TypeAlias = Callable[[Gradients], None]
 
 
 class Tape:
@@ -42,36 +133,98 @@ class Tape:
         self.program = program
         self.groups = groups
         self.train = train
+        self.training = Gradients(self)
         self._report = report
-        self._gradients: dict[Tensor, _Gradient] = {}
-        self._backward: list[Callable[[], None]] = []
-        self._written: set[str] = set()
+        self._activations: dict[Tensor, Activation] = {}
+        self._ops: list[Backward] = []
+
+    # -- tracking ------------------------------------------------------------------------------------------------
+
+    def track(self, y: Tensor, activation: Activation = "none") -> Tensor:
+        """Let y have a gradient; `activation` is the one that made it. Returns y."""
+        if self.train:
+            self._activations[y] = activation
+        return y
+
+    def tracked(self, y: Tensor) -> bool:
+        """Whether y can have a gradient."""
+        return y in self._activations
+
+    def activation(self, y: Tensor) -> Activation:
+        """The activation that made a tracked tensor."""
+        if y not in self._activations:
+            raise ProgramError(f"{y} has no gradient: nothing upstream of it is trained, or it was stopped")
+        return self._activations[y]
 
     def stop(self, x: Tensor) -> Tensor:
         """sg(x): the same elements without a gradient. No kernel downstream gets an input-gradient argument."""
         return replace(x)
 
-    def linear(self, x: Tensor, w: str, b: str | None = None, *, activation: Activation = "none", name: str) -> Tensor:
+    def record(self, backward: Backward) -> None:
+        """Remember how the op just appended runs backward. Called by ops."""
+        if self.train:
+            self._ops.append(backward)
+
+    def backward(self, gradients: Gradients | None = None) -> None:
+        """Append the backward of every op for one set of gradients (default: training), last op first.
+
+        Raises:
+            ProgramError: in training, a parameter gets no gradient; it does not belong in a trained group then.
+        """
+        target = gradients or self.training
+        for backward in reversed(self._ops):
+            backward(target)
+        missing = [p.name for p in self.groups.parameters if p.name not in target.parameters]
+        if missing and target.is_training:
+            raise ProgramError(
+                f"parameters {missing} get no gradient from any loss; declare them with fixed() or use them in a loss"
+            )
+
+    # -- ops -----------------------------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        x: linear.Input,
+        w: str,
+        b: str | None = None,
+        *,
+        activation: Activation = "none",
+        input_scale: Tensor | None = None,
+        name: str,
+    ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
 
-        Backward: the weight and bias gradients, and x's gradient if x is tracked.
+        Args:
+            x: [M, K], or a pair [M, K1], [M, K2] that is read side by side.
+            w: name of the weight.
+            b: name of the bias, or None.
+            activation: applied to the result.
+            input_scale: one float on the device that multiplies the gradient into x, not those of w and b.
+            name: of y.
         """
-        weight = self.groups[w]
-        bias = self.groups[b] if b is not None else None
-        y = self.program.tensor(name, (x.shape[0], weight.shape[0]))
+        weight, bias = self.groups[w], self.groups[b] if b is not None else None
+        parts = x if isinstance(x, tuple) else (x,)
+        y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]))
         linear.forward(
-            self.program,
-            x,
-            weight.value,
-            bias.value if bias else None,
-            y,
-            activation=activation,
-            label=f"{name}.fwd",
+            self.program, x, weight.value, bias.value if bias else None, y, activation=activation, label=f"{name}.fwd"
         )
-        if self.train:
-            self._track(y, activation)
-            self._backward.append(lambda: self._linear_backward(x, w, b, y, name))
-        return y
+
+        def backward(gradients: Gradients) -> None:
+            dy = gradients.settle(y)
+            if dy is None:
+                return
+            first = 0
+            for part in parts:
+                last = first + part.shape[1]
+                if self.tracked(part):
+                    gradients.add_source(part, dy, weight.value.columns(first, last), input_scale)
+                first = last
+            dw, accumulate = gradients.parameter(w)
+            db = gradients.parameter(b)[0] if b is not None else None
+            linear.backward_dw(self.program, dy, x, dw, db, accumulate=accumulate, label=f"{gradients.prefix}{name}.dw")
+
+        self.record(backward)
+        return self.track(y, activation)
 
     def crossentropy(
         self,
@@ -88,13 +241,12 @@ class Tape:
 
         Reports the unweighted loss and the share of right rows under the given names; writes p_up - p_down to `wire`.
         """
-        gradient = self._gradients.get(logits)
         partials = crossentropy.crossentropy(
             self.program,
             logits,
             labels,
             weight=weight,
-            dlogits=gradient.tensor if gradient else None,
+            dlogits=self.training.output(logits) if self.tracked(logits) else None,
             wire=wire,
             name=name,
         )
@@ -102,63 +254,3 @@ class Tape:
         self._report(loss, partials.losses, denominator=partials.valid)
         if accuracy is not None:
             self._report(accuracy, partials.correct, denominator=partials.valid)
-        if gradient is not None:
-            gradient.written = True
-
-    def backward(self) -> None:
-        """Append the backward of everything recorded so far, last op first.
-
-        Raises:
-            ProgramError: a parameter gets no gradient; such a parameter does not belong in a trained group.
-        """
-        for step in reversed(self._backward):
-            step()
-        self._backward.clear()
-        missing = [p.name for p in self.groups.parameters if p.name not in self._written]
-        if missing:
-            raise ProgramError(
-                f"parameters {missing} get no gradient from any loss; declare them with fixed() or use them in a loss"
-            )
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def _track(self, y: Tensor, activation: Activation) -> None:
-        gradient = self.program.tensor(f"d.{y.name}", y.shape)
-        self._gradients[y] = _Gradient(gradient, y, activation)
-
-    def _linear_backward(self, x: Tensor, w: str, b: str | None, y: Tensor, name: str) -> None:
-        dy = self._settle(y)
-        if dy is None:
-            return
-        weight = self.groups[w]
-        if x in self._gradients:
-            self._gradients[x].pending.append((dy, weight.value))
-        linear.backward_dw(
-            self.program,
-            dy,
-            x,
-            weight.grad,
-            self.groups[b].grad if b is not None else None,
-            accumulate=w in self._written,
-            label=f"{name}.dw",
-        )
-        self._written.update(n for n in (w, b) if n is not None)
-
-    def _settle(self, y: Tensor) -> Tensor | None:
-        """y's gradient with all its contributions written, two sources to a launch; None if no loss depends on y."""
-        gradient = self._gradients[y]
-        while gradient.pending:
-            sources, gradient.pending = gradient.pending[:2], gradient.pending[2:]
-            paired = len(sources) == 2
-            linear.backward_dx(
-                self.program,
-                (sources[0][0], sources[1][0]) if paired else sources[0][0],
-                (sources[0][1], sources[1][1]) if paired else sources[0][1],
-                gradient.tensor,
-                x=gradient.y,
-                activation=gradient.activation,
-                accumulate=gradient.written,
-                label=f"{y.name}.dx",
-            )
-            gradient.written = True
-        return gradient.tensor if gradient.written else None

@@ -1,0 +1,78 @@
+"""One pass through the networks: which weights, and whether a gradient will be asked for.
+
+The step runs its nets up to three times: the online networks at s (trained), the online networks at s' (greedy actions,
+no gradient) and the target networks at s'. Every net is written once, against a `Pass`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from fxengine.graphs import Program, Tensor
+from fxengine.nets.builder import StepBuilder
+from fxengine.nets.tape import Tape
+from fxengine.ops import linear
+from fxengine.ops.linear import Activation
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Where a net takes its weights from and what becomes of its activations.
+
+    Attributes:
+        step: the builder.
+        suffix: ends the names of the pass's tensors.
+        target: read the target copies where a parameter has one.
+        trained: record the backward.
+    """
+
+    step: StepBuilder
+    suffix: str = ""
+    target: bool = False
+    trained: bool = False
+
+    @property
+    def program(self) -> Program:
+        """The program that receives the records."""
+        return self.step.program
+
+    @property
+    def tape(self) -> Tape:
+        """The tape of the step."""
+        return self.step.tape
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter as this pass sees it. The auxiliary nets have no target copy: all passes share them."""
+        if self.target and name in self.step.target_parameters:
+            return self.step.target_parameters[name]
+        return self.tape.groups[name].value
+
+    def tensor(self, name: str, *shape: int, dtype: DTypeLike = np.float32) -> Tensor:
+        """A new activation of the pass."""
+        return self.program.tensor(name + self.suffix, shape, dtype)
+
+    def linear(
+        self,
+        x: linear.Input,
+        layer: str,
+        *,
+        activation: Activation = "none",
+        bias: bool = True,
+        input_scale: Tensor | None = None,
+        name: str,
+    ) -> Tensor:
+        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`."""
+        w, b = f"w_{layer}", f"b_{layer}" if bias else None
+        full = name + self.suffix
+        if self.trained:
+            return self.tape.linear(x, w, b, activation=activation, input_scale=input_scale, name=full)
+        weight = self.weight(w)
+        rows = (x[0] if isinstance(x, tuple) else x).shape[0]
+        y = self.tensor(name, rows, weight.shape[0])
+        linear.forward(
+            self.program, x, weight, self.weight(b) if b else None, y, activation=activation, label=f"{full}.fwd"
+        )
+        return y
