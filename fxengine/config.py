@@ -92,7 +92,12 @@ class StepConfig:
             for name in ("aux_out", "aux_head"):
                 _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with auxiliary nets")
             _require(self.regimes >= 2, "regimes", self.regimes, "at least 2 with auxiliary nets")
+        if not self.branches:
+            extra = [name for name in _ABSENT if getattr(self, name)]
+            _require(not extra, "branches", self.branches, f"given, since {', '.join(extra)} need a Q network")
+            _require(self.aux_h > 0, "aux_h", self.aux_h, "positive in a step without branches")
         if self.branches:
+            _require(self.h2 >= 1, "h2", self.h2, "at least 1 with branches")
             _require(self.atoms >= 2, "atoms", self.atoms, "at least 2")
             _require(self.v_min < self.v_max, "v_min", self.v_min, f"below v_max = {self.v_max}")
         _require(self.huber > 0, "huber", self.huber, "positive")
@@ -106,6 +111,11 @@ class StepConfig:
     def is_aux_only(self) -> bool:
         """Whether the auxiliary nets are the only component."""
         return bool(self.aux_h) and all(not getattr(self, name) for name in _ABSENT)
+
+    @property
+    def has_ofi(self) -> bool:
+        """Whether order flow is read: it feeds the branches from the third on, so two branches have none."""
+        return self.ofi > 0 and len(self.branches) > 2
 
     def to_json(self) -> str:
         """JSON object, in field order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,15 @@ from fxengine.config import StepConfig
 from fxengine.driver import Buffer, Device
 from fxengine.driver.errors import ClosedError
 from fxengine.graphs import Plan, StepGraph
-from fxengine.initialise import initial_value
+from fxengine.initialise import initial_value, unit_vector
 from fxengine.nets.builder import COUNTERS, Source, StepBuilder
 from fxengine.nets.step import specified_step
 from fxengine.signals import Signals
 from fxengine.staging import InputStaging
 from fxengine.telemetry import Report, Telemetry
+
+#: How linear products are computed: exactly in float32, or on tensor cores with float32 sums.
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 Definition: TypeAlias = Callable[[StepBuilder], None]
 
@@ -36,11 +39,12 @@ class Engine:
         definition: a `StepConfig` (the specified step), or a function that declares a step on a `StepBuilder`.
         device: `auto`, `cuda:N`, `sim`, or an open Device (which stays open when the engine closes).
         seed: seeds the initial parameters and the Philox stream of batch indices.
-        precision: `fp32`, the only mode of this version.
+        precision: how linear products are computed: `fp32`, or on tensor cores `tf32` or `bf16`.
         signals: first values of host-owned signals, by name.
         data: per input, device-resident rows [n, ...]: each step gathers its batch from them, and nothing is copied
             from the host. Inputs without data are written by the host with `write`.
         groups: parameter groups by index, for a definition with groups of its own.
+        feed: random inputs (tau, tau_target) that the host writes instead of the device drawing them.
         guard: put guard words around every buffer and let `check_guards` look for stray writes.
 
     Attributes:
@@ -65,10 +69,11 @@ class Engine:
         signals: Mapping[str, float] | None = None,
         data: Mapping[str, NDArray[Any]] | None = None,
         groups: Mapping[int, str] | None = None,
+        feed: Collection[str] = (),
         guard: bool = False,
     ) -> None:
-        if precision != "fp32":
-            raise ValueError(f"precision {precision!r} is not built in this version; the only mode is 'fp32'")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be in [0, 2**64), got {seed}")
         self.config = definition if isinstance(definition, StepConfig) else None
@@ -79,7 +84,7 @@ class Engine:
         self._closed = False
         self._evaluations: dict[Any, _Evaluation] = {}
         try:
-            self._build(_as_definition(definition), _checked_data(data), groups, guard)
+            self._build(_as_definition(definition), _checked_data(data), groups, feed, guard)
             self._initialise()
             self.signals.update(signals or {})
         except BaseException:
@@ -185,6 +190,8 @@ class Engine:
         for p in self.builder.groups.parameters:
             arrays[f"m.{p.name}"] = self._read(self.plan.buffer(p.m))
             arrays[f"v.{p.name}"] = self._read(self.plan.buffer(p.v))
+        for name, tensor in self.builder.persistent.items():
+            arrays[name] = self._read(self.plan.buffer(tensor))
         arrays["counters"] = self._read(self.plan.buffer("counters")).view(np.uint64)
         arrays["signals.device"] = self._read(self.plan.buffer(self.builder.snapshot))
         host = self.signals.as_dict()
@@ -211,6 +218,8 @@ class Engine:
         for p in self.builder.groups.parameters:
             self._write(self.plan.buffer(p.m), arrays[f"m.{p.name}"])
             self._write(self.plan.buffer(p.v), arrays[f"v.{p.name}"])
+        for name, tensor in self.builder.persistent.items():
+            self._write(self.plan.buffer(tensor), arrays[name])
         self._set_counters(arrays["counters"])
         self._write(self.plan.buffer(self.builder.snapshot), arrays["signals.device"])
         self.signals.update(dict(zip(self.builder.signals.host_names, map(float, arrays["signals.host"]), strict=True)))
@@ -255,10 +264,17 @@ class Engine:
     # -- construction --------------------------------------------------------------------------------------------
 
     def _build(
-        self, definition: Definition, data: dict[str, Source], groups: Mapping[int, str] | None, guard: bool
+        self,
+        definition: Definition,
+        data: dict[str, Source],
+        groups: Mapping[int, str] | None,
+        feed: Collection[str],
+        guard: bool,
     ) -> None:
         self._resident = frozenset(data)
-        self.builder = builder = StepBuilder(self.device.target, groups=groups, data=data)
+        self.builder = builder = StepBuilder(
+            self.device.target, precision=self.precision, groups=groups, data=data, feed=feed
+        )
         definition(builder)
         builder.finish()
         self.stream = self.device.stream()
@@ -294,6 +310,11 @@ class Engine:
         self._set_counters(np.array([0, 0, 0, self.seed], np.uint64))
         for name, buffer in self._parameter_buffers().items():
             self._write(buffer, initial_value(name, buffer.shape, self.seed))
+        for target in self.builder.target_groups:
+            self.plan.buffer(target.values).copy_from(self.plan.buffer(target.group.params), stream=self.stream)
+        for name, tensor in self.builder.spectral_vectors.items():
+            self._write(self.plan.buffer(tensor), unit_vector(name, tensor.shape, self.seed))
+        self.synchronize()
 
     def _set_counters(self, counters: NDArray[np.uint64]) -> None:
         """Device counters and the host's mirror of them: the next row of both rings, the next replay number."""
@@ -378,9 +399,14 @@ class _Evaluation:
         shared = {
             name: engine.plan.buffer(name)
             for name, storage in engine.builder.program.storages.items()
-            if storage.arena in ("params", "grads", "adam_m", "adam_v", "fixed", "signals")
+            if storage.arena in ("params", "grads", "adam_m", "adam_v", "fixed", "signals", "targets", "spectral")
         }
-        self._builder = StepBuilder(engine.device.target, groups=engine.builder.signals.groups, shared=shared)
+        self._builder = StepBuilder(
+            engine.device.target,
+            precision=engine.precision,
+            groups=engine.builder.signals.groups,
+            shared=shared,
+        )
         definition(self._builder)
         self._builder.finish()
         self._plan = Plan(self._builder.program, engine.device)

@@ -18,7 +18,16 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.fl
         return np.ones(shape, np.float32)
     if len(shape) < 2:
         return np.zeros(shape, np.float32)
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, key], np.uint64)))
     bound = 1.0 / math.sqrt(shape[-1])
-    return generator.uniform(-bound, bound, shape).astype(np.float32)
+    return _generator(name, seed).uniform(-bound, bound, shape).astype(np.float32)
+
+
+def unit_vector(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """A random direction of length 1: the start of a power iteration, which a zero vector would end for good."""
+    v = _generator(name, seed).standard_normal(shape)
+    return (v / np.linalg.norm(v)).astype(np.float32)
+
+
+def _generator(name: str, seed: int) -> np.random.Generator:
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return np.random.Generator(np.random.Philox(key=np.array([seed, key], np.uint64)))

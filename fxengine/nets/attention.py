@@ -31,7 +31,8 @@ def forward(p: Pass, config: StepConfig, state: Tensor) -> Tensor:
         if p.trained
         else None
     )
-    attention.forward(p.program, state, *weights, x, tokens=config.tokens, saved=saved, label=f"x{p.suffix}.fwd")
+    w_q, w_k, w_val, w_o = weights
+    attention.forward(p.program, state, w_q, w_k, w_val, w_o, x, tokens=config.tokens, saved=saved, label=f"x{p.suffix}.fwd")
     if saved is None:
         return x
 
@@ -40,7 +41,9 @@ def forward(p: Pass, config: StepConfig, state: Tensor) -> Tensor:
         if dx is None:
             return
         name = gradients.prefix + "d.attn."
-        dq, dk, dv = (p.program.tensor(name + n, t.shape) for n, t in zip("qkv", (saved.q, saved.k, saved.v), strict=True))
+        dq, dk, dv = (
+            p.program.tensor(name + n, t.shape) for n, t in zip("qkv", (saved.q, saved.k, saved.v), strict=True)
+        )
         attention.backward(p.program, dx, weights[3], saved, dq, dk, dv, label=f"{gradients.prefix}x.dx")
         own = [gradients.parameter(w)[0] for w in _WEIGHTS]
         attention.backward_weights(p.program, dx, state, saved, dq, dk, dv, *own, label=f"{gradients.prefix}x.dw")

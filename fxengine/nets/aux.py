@@ -7,75 +7,90 @@ from dataclasses import dataclass
 from fxengine.config import StepConfig
 from fxengine.graphs import Tensor
 from fxengine.nets.builder import StepBuilder
-from fxengine.signals import GROUPS
-from fxengine.train.groups import ParamSpec
+from fxengine.nets.passes import Pass
+from fxengine.nets.tape import Gradients
+from fxengine.ops import crossentropy, gate
+from fxengine.train.groups import linear_specs
 
 
 @dataclass(frozen=True)
 class AuxHeads:
-    """Outputs of the auxiliary nets.
+    """Outputs of the auxiliary nets: next-bar logits [B, 2] (0 = down, 1 = up) and regime logits [B, R]."""
 
-    Attributes:
-        h_aux: [B, Ao] output of the auxiliary trunk.
-        next_bar: [B, 2] logits, 0 = down, 1 = up.
-        regime: [B, R] logits.
-    """
-
-    h_aux: Tensor
     next_bar: Tensor
-    regime: Tensor
+    regime: Tensor | None
 
 
 def declare(step: StepBuilder, config: StepConfig) -> None:
-    """Parameter groups aux_trunk (8) and aux_heads (9)."""
+    """Groups aux_trunk (8) and aux_heads (9). No target copies: every pass shares them."""
     trunk = [
-        *_layer("a1", config.aux_h, config.h1),
-        *_layer("a2", config.aux_h, config.aux_h),
-        *_layer("a3", config.aux_out, config.aux_h),
+        *linear_specs("a1", config.aux_h, config.h1),
+        *linear_specs("a2", config.aux_h, config.aux_h),
+        *linear_specs("a3", config.aux_out, config.aux_h),
     ]
-    heads = [
-        *_layer("nb1", config.aux_head, config.aux_out),
-        *_layer("nb2", 2, config.aux_head),
-        *_layer("rg1", config.aux_head, config.aux_out),
-        *_layer("rg2", config.regimes, config.aux_head),
-    ]
-    step.group("aux_trunk", GROUPS.index("aux_trunk"), trunk)
-    step.group("aux_heads", GROUPS.index("aux_heads"), heads)
+    heads = []
+    for head, classes in (("nb", 2), ("rg", config.regimes)):
+        heads += linear_specs(f"{head}1", config.aux_head, config.aux_out)
+        heads += linear_specs(f"{head}2", classes, config.aux_head)
+    step.group("aux_trunk", trunk)
+    step.group("aux_heads", heads)
 
 
-def forward(step: StepBuilder, h1: Tensor) -> AuxHeads:
-    """Trunk and heads on h1 [B, H1]. h1's gradient is stopped: no kernel here has an input-gradient for it."""
+def forward(p: Pass, h1: Tensor, *, regime: bool = True) -> AuxHeads:
+    """Trunk and heads on h1 [B, H1]. h1's gradient is stopped: no kernel here has an input gradient for it."""
+    a1 = p.linear(p.tape.stop(h1), "a1", activation="elu", name="a1")
+    a2 = p.linear(a1, "a2", activation="elu", name="a2")
+    h_aux = p.linear(a2, "a3", name="h_aux")
+    hidden = p.linear(h_aux, "nb1", activation="elu", name="nb1")
+    next_bar = p.linear(hidden, "nb2", name="nb2")
+    if not regime:
+        return AuxHeads(next_bar, None)
+    hidden = p.linear(h_aux, "rg1", activation="elu", name="rg1")
+    return AuxHeads(next_bar, p.linear(hidden, "rg2", name="rg2"))
+
+
+def wire(p: Pass, next_bar: Tensor) -> Tensor:
+    """p_up − p_down [B, 1] of next-bar logits, without labels: the wire at s'."""
+    out = p.tensor("wire", next_bar.shape[0], 1)
+    crossentropy.crossentropy(p.program, next_bar, wire=out, name=f"wire{p.suffix}")
+    return out
+
+
+def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor, *, gated: bool) -> Tensor:
+    """L_nb and L_regime over the valid rows of int32 labels [B]; returns the wire [B, 1] = p_up − p_down.
+
+    Args:
+        step: the builder.
+        heads: outputs of the trained pass.
+        next_bar: labels of the next bar.
+        regime: labels of the regime.
+        gated: a Q head reads the wire: what it sends back is multiplied by alpha_grad and flows on into the logits.
+    """
     tape = step.tape
-    a1 = tape.linear(tape.stop(h1), "w_a1", "b_a1", activation="elu", name="a1")
-    a2 = tape.linear(a1, "w_a2", "b_a2", activation="elu", name="a2")
-    h_aux = tape.linear(a2, "w_a3", "b_a3", name="h_aux")
-    nb = tape.linear(h_aux, "w_nb1", "b_nb1", activation="elu", name="nb1")
-    rg = tape.linear(h_aux, "w_rg1", "b_rg1", activation="elu", name="rg1")
-    return AuxHeads(
-        h_aux,
-        next_bar=tape.linear(nb, "w_nb2", "b_nb2", name="nb2"),
-        regime=tape.linear(rg, "w_rg2", "b_rg2", name="rg2"),
+    out = step.program.tensor("wire", (heads.next_bar.shape[0], 1))
+    tape.crossentropy(
+        heads.next_bar,
+        next_bar,
+        weight=step.signal("w_nb"),
+        loss="L_nb",
+        accuracy="accuracy_nb",
+        wire=out,
+        name="nb",
     )
-
-
-def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor) -> Tensor:
-    """L_nb and L_regime over the valid rows of int32 labels [B]; returns the wire [B] = p_up - p_down."""
-    wire = step.program.tensor("wire", (heads.next_bar.shape[0],))
-    for name, logits, labels, weight, out in (
-        ("nb", heads.next_bar, next_bar, "w_nb", wire),
-        ("regime", heads.regime, regime, "w_regime", None),
-    ):
-        step.tape.crossentropy(
-            logits,
-            labels,
-            weight=step.signal(weight),
-            loss=f"L_{name}",
-            accuracy=f"accuracy_{name}",
-            wire=out,
-            name=name,
+    if heads.regime is not None:
+        weight = step.signal("w_regime")
+        tape.crossentropy(
+            heads.regime, regime, weight=weight, loss="L_regime", accuracy="accuracy_regime", name="regime"
         )
-    return wire
+    if not gated:
+        return out
 
+    def backward(gradients: Gradients) -> None:
+        dwire = gradients.settle(out)
+        if dwire is None or not gradients.is_training:  # other sets do not follow the wire into the auxiliary nets
+            return
+        dlogits, _ = gradients.contribute(heads.next_bar)  # the loss has written it
+        gate.wire_backward(step.program, heads.next_bar, dwire, dlogits, alpha=step.signal("alpha_grad"))
 
-def _layer(name: str, width: int, inputs: int) -> list[ParamSpec]:
-    return [ParamSpec(f"w_{name}", (width, inputs)), ParamSpec(f"b_{name}", (width,))]
+    tape.record(backward)
+    return tape.track(out)

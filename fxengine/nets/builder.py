@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,14 @@ from fxengine import telemetry as telemetry_rows
 from fxengine.driver import Buffer, Target
 from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
 from fxengine.nets.tape import Tape
-from fxengine.ops import gather, step
+from fxengine.ops import gather, random, step
 from fxengine.ops.reduce import sum_partials
 from fxengine.signals import SignalMap
 from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
-from fxengine.train.optimizer import optimize
+from fxengine.train.optimizer import Guard, optimize
+from fxengine.train.oracles import oracles
+from fxengine.train.spectral import spectral_norm
+from fxengine.train.targets import TargetGroup, polyak
 
 #: Words of the device-side counters: replays finished, Adam step t, skipped steps, RNG seed.
 COUNTERS = ("replays", "step", "skipped", "seed")
@@ -50,6 +53,7 @@ class StepBuilder:
         precision: of linear products: `fp32`, `tf32` or `bf16`.
         groups: group name by index; defaults to those of the specified step.
         data: inputs that are gathered from device-resident rows instead of being written by the host.
+        feed: random inputs (`noise`) that the host writes instead.
         shared: buffers of another step to use instead of new ones (parameters, signal snapshot), by tensor name.
             With it the builder makes an evaluation: no gradients, no optimizer, no counters.
     """
@@ -61,6 +65,7 @@ class StepBuilder:
         precision: str = "fp32",
         groups: Mapping[int, str] | None = None,
         data: Mapping[str, Source] | None = None,
+        feed: Collection[str] = (),
         shared: Mapping[str, Buffer] | None = None,
     ) -> None:
         self.program = Program(target, precision)
@@ -73,7 +78,15 @@ class StepBuilder:
         self._sums: dict[str, step.Sum] = {}
         self._shared = dict(shared or {})
         self._data = dict(data or {})
+        self._feed = frozenset(feed)
+        self.target_parameters: dict[str, Tensor] = {}
+        self.persistent: dict[str, Tensor] = {}
+        self.spectral_vectors: dict[str, Tensor] = {}
         self._groups: list[ParamGroup] = []
+        self.target_groups: list[TargetGroup] = []
+        self._spectral: list[str] = []
+        self._oracle_every = 0
+        self._at_end: list[Callable[[], None]] = []
         self._tape: Tape | None = None
 
         self.snapshot = self.program.declare(
@@ -123,14 +136,44 @@ class StepBuilder:
             )
         return tensor
 
-    def group(self, name: str, index: int, specs: Sequence[ParamSpec]) -> ParamGroup:
-        """Declare a parameter group: its tensors share a norm, `lr.<name>` and `clip.<name>`. Before the first op."""
+    def noise(self, name: str, shape: Sequence[int], *, stream: int) -> Tensor:
+        """A batch input of uniform numbers in [0, 1): drawn on the device, or written by the host if it is in `feed`.
+
+        Args:
+            name: of the input.
+            shape: [batch, n].
+            stream: number of the Philox stream, one for each input.
+        """
+        if name in self._feed or not self.train:
+            return self.input(name, shape)
+        tensor = self.program.tensor(name, shape, arena="inputs")
+        random.uniform(self.program, tensor, counters=self.counters, stream=stream, label=name)
+        return tensor
+
+    def group(self, name: str, specs: Sequence[ParamSpec], *, target: bool = False) -> ParamGroup:
+        """Declare a parameter group, before the first op: its tensors share a norm, `lr.<name>` and `clip.<name>`.
+
+        Args:
+            name: one of the groups of the signal map.
+            specs: its tensors, in order.
+            target: keep a slowly moving copy (`target_parameters`), moved by `polyak_tau` at the end of each step.
+
+        Raises:
+            ProgramError: the signal map has no such group, or an op was appended already.
+        """
         if self._tape is not None:
             raise ProgramError(f"group '{name}': declare every group before the first op")
-        if self.signals.groups.get(index) != name:
-            raise ProgramError(f"group {index} is '{self.signals.groups.get(index)}' in the signal map, not '{name}'")
+        index = {group: g for g, group in self.signals.groups.items()}.get(name)
+        if index is None:
+            raise ProgramError(f"no group '{name}' in the signal map; it has {list(self.signals.groups.values())}")
         group = ParamGroup(self.program, name, index, specs, shared=self._shared)
         self._groups.append(group)
+        if target:
+            copy = TargetGroup(self.program, group, shared=self._shared)
+            self.target_groups.append(copy)
+            for parameter in copy:
+                self.target_parameters[parameter] = copy[parameter]
+                self.persistent[f"target.{parameter}"] = copy[parameter]
         return group
 
     def fixed(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -138,6 +181,22 @@ class StepBuilder:
         tensor = self.program.declare(f"fixed.{name}", shape, np.float32, arena="fixed", shared=self._shared)
         self.fixed_parameters[name] = tensor
         return tensor
+
+    def limit_spectral_norm(self, name: str) -> None:
+        """Keep the spectral norm of a weight at most `sn_max`; reports `sigma_<name without w_>`."""
+        self._spectral.append(name)
+
+    def run_oracles(self, every: int) -> None:
+        """Update the bounds of every group by its oracles, every so many steps."""
+        self._oracle_every = every
+
+    def loss_gradient(self, y: Tensor) -> Tensor | None:
+        """Where a loss writes the gradient of y; None in an evaluation."""
+        return self.tape.training.output(y) if self.train else None
+
+    def at_end(self, append: Callable[[], None]) -> None:
+        """Call `append` behind backward and optimizer, for records that must see the step's old state until then."""
+        self._at_end.append(append)
 
     def signal(self, name: str) -> Tensor:
         """One float of the signal snapshot."""
@@ -197,8 +256,9 @@ class StepBuilder:
         if unused:
             raise ProgramError(f"data given for {unused}, but the step has inputs {sorted(self.inputs)}")
         self.tape.backward()
-        norms = {group.name: self.report(f"grad_norm.{group.name}") for group in self.groups}
-        guard = optimize(self.program, self.groups, signal=self.signal, counters=self.counters, norms=norms)
+        guard = self._optimize()
+        for append in self._at_end:
+            append()
         rows = telemetry_rows.RING_ROWS
         ring = self.program.tensor(
             "telemetry.ring", (rows, telemetry_rows.row_bytes(len(self.reported))), np.uint8, arena=MAPPED
@@ -212,5 +272,29 @@ class StepBuilder:
             sums=list(self._sums.values()),
             ring=ring,
             head=head,
-            after=[g.params for g in self.groups],
+            after=[*(g.params for g in self.groups), *(t.values for t in self.target_groups)],
         )
+
+    def _optimize(self) -> Guard:
+        """Norms, clip and Adam, then what follows from the new parameters: spectral norm, oracles, targets."""
+        program, groups = self.program, self.groups
+        norms = {group.name: self.report(f"grad_norm.{group.name}") for group in groups}
+        guard = optimize(program, groups, signal=self.signal, counters=self.counters, norms=norms)
+        for name in self._spectral:
+            short = name.removeprefix("w_")
+            w = groups[name].value
+            v = program.declare(f"sn_v_{short}", (w.shape[1],), np.float32, arena="spectral", shared=self._shared)
+            self.persistent[f"sn_v_{short}"] = self.spectral_vectors[f"sn_v_{short}"] = v
+            sigma = self.report(f"sigma_{short}")
+            spectral_norm(program, w, v, sigma, signal=self.signal, guard=guard, label=f"spectral.{short}")
+        if self._oracle_every:
+            oracles(
+                program,
+                groups,
+                signal=self.signal,
+                counters=self.counters,
+                guard=guard,
+                every=self._oracle_every,
+            )
+        polyak(program, self.target_groups, signal=self.signal, guard=guard)
+        return guard

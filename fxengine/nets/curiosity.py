@@ -13,7 +13,9 @@ from fxengine.train.groups import linear_specs
 def declare(step: StepBuilder, config: StepConfig) -> None:
     """Group curiosity (7)."""
     inputs = config.state + sum(config.branches)
-    step.group("curiosity", [*linear_specs("c1", config.cur_h, inputs), *linear_specs("c2", config.state, config.cur_h)])
+    step.group(
+        "curiosity", [*linear_specs("c1", config.cur_h, inputs), *linear_specs("c2", config.state, config.cur_h)]
+    )
 
 
 def shaped_reward(

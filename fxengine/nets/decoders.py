@@ -31,6 +31,4 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
 
 def forward(p: Pass, config: StepConfig, h2: Tensor) -> dict[str, Tensor]:
     """Outputs of the heads by name: rec [B, S], pred [B, H2], ens [B, Ens·n_0]."""
-    return {
-        name: p.linear(h2, name, input_scale=p.step.signal(f"w_{name}"), name=name) for name in widths(config)
-    }
+    return {name: p.linear(h2, name, input_scale=p.step.signal(f"w_{name}"), name=name) for name in widths(config)}

@@ -15,7 +15,10 @@ SIDES = ("high", "low")
 def declare(step: StepBuilder, config: StepConfig) -> None:
     """Groups iql_high (4) and iql_low (5)."""
     for side in SIDES:
-        specs = [*linear_specs(f"iql{side}1", config.iql_h, config.state), *linear_specs(f"iql{side}2", 1, config.iql_h)]
+        specs = [
+            *linear_specs(f"iql{side}1", config.iql_h, config.state),
+            *linear_specs(f"iql{side}2", 1, config.iql_h),
+        ]
         step.group(f"iql_{side}", specs)
 
 

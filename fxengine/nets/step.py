@@ -2,36 +2,257 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from fxengine.config import ConfigError, StepConfig
-from fxengine.nets import aux
+from fxengine.config import StepConfig
+from fxengine.graphs import Tensor
+from fxengine.nets import attention, aux, curiosity, decoders, dueling, iql, iqn, trunk
 from fxengine.nets.builder import StepBuilder
+from fxengine.nets.dueling import BranchedHeads
 from fxengine.nets.encoder import fixed_features
+from fxengine.nets.passes import Pass
+from fxengine.ops import c51, gate
+from fxengine.ops import decoders as decoder_losses
+from fxengine.ops import iqn as iqn_losses
+from fxengine.ops.rows import mask_rows
+
+#: Philox streams of the quantile fractions.
+TAU_STREAM, TAU_TARGET_STREAM = 2, 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of a step [B, ...]; rows whose discount is 0 have zeros for everything at s'."""
+
+    state: Tensor
+    next_state: Tensor
+    reward: Tensor
+    discount: Tensor
+    weight: Tensor
+    actions: Tensor
+    ofi: Tensor | None
+    next_ofi: Tensor | None
 
 
 def specified_step(step: StepBuilder, config: StepConfig) -> None:
     """Declare the step of a configuration.
 
-    Inputs: state [B, S] float32, nb_label [B] int32, regime_label [B] int32.
-
-    Raises:
-        ConfigError: the configuration asks for a component that this version does not build.
+    Inputs (float32 unless said): state, next_state [B, S], reward, discount, weight [B], actions [B, D] int32, with
+    auxiliary nets nb_label, regime_label [B] int32, with IQN tau [B, N] and tau_target [B, N'], with order flow ofi and
+    next_ofi [B, O]. A step of the auxiliary nets alone reads state, nb_label and regime_label.
     """
-    if not config.is_aux_only:
-        raise ConfigError(
-            "this version builds the auxiliary network; use StepConfig.aux_only(...), or set tokens, ofi, branches, "
-            "iqn_quantiles, ens, iql_h, cur_h, rec and pred to absent and aux_h above 0"
-        )
-    batch = config.batch
+    if config.is_aux_only:
+        _auxiliary_step(step, config)
+        return
+    _declare_groups(step, config)
+    batch = _inputs(step, config)
+    at_s = Pass(step, trained=step.train)
+    after = Pass(step, ".next")
+    target = Pass(step, ".target", target=True)
+
+    # §2 at s: attention, trunk, auxiliary nets, heads
+    here = trunk.forward(at_s, config, attention.forward(at_s, config, batch.state))
+    wire = _auxiliary_losses(step, config, at_s, here.h1) if config.aux_h else None
+    heads = dueling.forward(at_s, config, here.h2, wire=wire, ofi=batch.ofi)
+    decoded = decoders.forward(at_s, config, here.h2)
+
+    # §2 at s': greedy actions of the online networks, values of the target networks, the same wire for both
+    there = trunk.forward(after, config, attention.forward(after, config, batch.next_state))
+    next_wire = aux.wire(after, aux.forward(after, there.h1, regime=False).next_bar) if config.aux_h else None
+    choice = dueling.forward(after, config, there.h2, wire=next_wire, ofi=batch.next_ofi, greedy=True)
+    goal = trunk.forward(target, config, attention.forward(target, config, batch.next_state))
+    values = dueling.forward(target, config, goal.h2, wire=next_wire, ofi=batch.next_ofi)
+    assert choice.best is not None
+
+    # §2 reward, §3 losses
+    live = step.program.tensor("live", (1,), np.int32)
+    decoder_losses.count_live(step.program, batch.discount, live, label="live")
+    reward = batch.reward
+    if config.cur_h:
+        reward = curiosity.shaped_reward(
+            at_s, config, batch.state, batch.actions, batch.next_state,
+            reward=batch.reward, discount=batch.discount, live=live,
+        )  # fmt: skip
+    transition = c51.Transition(batch.actions, choice.best, reward, batch.discount, batch.weight)
+    theta = _quantile_losses(step, config, at_s, target, here.h2, goal.h2, transition) if config.iqn_quantiles else None
+    _head_losses(step, config, heads, values, transition, theta)
+    _decoder_losses(step, config, decoded, batch, goal.h2, values, transition, live)
+    if config.iql_h:
+        iql.losses(at_s, config, batch.state, heads.heads.q, batch.actions)
+
+    # §4 the gate, before the backward reads alpha_grad
+    if config.aux_h and step.train:
+        gate.produce(step.program, step.outputs["nb_logits"], step.inputs["nb_label"], heads.q(0), signal=step.signal)
+    step.run_oracles(config.oracle_every)
+    _outputs(step, here, heads, choice, values)
+
+
+def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
+    """The auxiliary nets on a fixed random feature map: no Q network, nothing that trains the first layer."""
     aux.declare(step, config)
+    h1 = fixed_features(step, step.input("state", (config.batch, config.state)), config.h1)
+    step.output("h1", h1)
+    _auxiliary_losses(step, config, Pass(step, trained=step.train), h1)
 
-    state = step.input("state", (batch, config.state))
-    next_bar = step.input("nb_label", (batch,), np.int32)
-    regime = step.input("regime_label", (batch,), np.int32)
 
-    h1 = step.output("h1", fixed_features(step, state, config.h1))
-    heads = aux.forward(step, h1)
+def _auxiliary_losses(step: StepBuilder, config: StepConfig, p: Pass, h1: Tensor) -> Tensor:
+    """Auxiliary nets on h1, their losses; returns the wire [B, 1]."""
+    labels = [step.input(name, (config.batch,), np.int32) for name in ("nb_label", "regime_label")]
+    heads = aux.forward(p, h1)
     step.output("nb_logits", heads.next_bar)
-    step.output("regime_logits", heads.regime)
-    step.output("wire", aux.losses(step, heads, next_bar, regime))
+    if heads.regime is not None:
+        step.output("regime_logits", heads.regime)
+    return step.output("wire", aux.losses(step, heads, *labels, gated=bool(config.branches)))
+
+
+def _declare_groups(step: StepBuilder, config: StepConfig) -> None:
+    trunk.declare(step, config)
+    dueling.declare(step, config)
+    if config.iqn_quantiles:
+        iqn.declare(step, config)
+    if config.iql_h:
+        iql.declare(step, config)
+    if config.tokens:
+        attention.declare(step, config)
+    if config.cur_h:
+        curiosity.declare(step, config)
+    if config.aux_h:
+        aux.declare(step, config)
+    decoders.declare(step, config)
+
+
+def _inputs(step: StepBuilder, config: StepConfig) -> Batch:
+    rows = config.batch
+    state = step.input("state", (rows, config.state))
+    next_state = step.input("next_state", (rows, config.state))
+    reward, discount, weight = (step.input(name, (rows,)) for name in ("reward", "discount", "weight"))
+    actions = step.input("actions", (rows, len(config.branches)), np.int32)
+    ofi = next_ofi = None
+    if config.has_ofi:
+        ofi = step.input("ofi", (rows, config.ofi))
+        next_ofi = _living(step, step.input("next_ofi", (rows, config.ofi)), discount)
+    return Batch(state, _living(step, next_state, discount), reward, discount, weight, actions, ofi, next_ofi)
+
+
+def _living(step: StepBuilder, x: Tensor, discount: Tensor) -> Tensor:
+    """x with zeros in the rows whose discount is 0: they may hold anything, NaN included."""
+    living = step.program.tensor(f"{x.name}.living", x.shape)
+    mask_rows(step.program, x, discount, living, label=f"{x.name}.living")
+    return living
+
+
+def _head_losses(
+    step: StepBuilder,
+    config: StepConfig,
+    heads: BranchedHeads,
+    values: BranchedHeads,
+    transition: c51.Transition,
+    theta: Tensor | None,
+) -> None:
+    """L_c51, L_cql and L_distill, with their weights, into the heads; td [B] is the replay priority."""
+    td = step.output("td", step.program.tensor("td", (config.batch,)))
+    c51.losses(
+        step.program,
+        heads.heads,
+        values.heads,
+        transition,
+        v_min=config.v_min,
+        v_max=config.v_max,
+        theta=theta,
+        w_c51=step.signal("w_c51"),
+        w_cql=step.signal("w_cql"),
+        w_distill=step.signal("w_distill") if theta else None,
+        dv=step.loss_gradient(heads.heads.v),
+        dadv=[step.tape.training.output(adv) for adv in heads.heads.adv] if step.train else (),
+        td=td,
+        loss_c51=step.report("L_c51"),
+        loss_cql=step.report("L_cql"),
+        loss_distill=step.report("L_distill") if theta else None,
+        name="c51",
+    )
+
+
+def _quantile_losses(
+    step: StepBuilder,
+    config: StepConfig,
+    at_s: Pass,
+    target: Pass,
+    h2: Tensor,
+    next_h2: Tensor,
+    transition: c51.Transition,
+) -> Tensor:
+    """L_iqn and, at the end of the step, the readiness that follows from it; returns θ [B·N, Σn_d] at s."""
+    tau = step.noise("tau", (config.batch, config.iqn_quantiles), stream=TAU_STREAM)
+    tau_target = step.noise("tau_target", (config.batch, config.iqn_target_quantiles), stream=TAU_TARGET_STREAM)
+    theta = iqn.forward(at_s, config, h2, tau)
+    theta_target = iqn.forward(target, config, next_h2, tau_target)
+    loss = step.report("L_iqn")
+    iqn_losses.loss(
+        step.program,
+        theta,
+        theta_target,
+        tau,
+        actions=transition.actions,
+        best=transition.best,
+        reward=transition.reward,
+        discount=transition.discount,
+        weight=transition.weight,
+        branches=config.branches,
+        kappa=config.huber,
+        dtheta=step.loss_gradient(theta),
+        loss=loss,
+        name="iqn",
+    )
+    step.at_end(lambda: gate.update_readiness(step.program, loss, signal=step.signal))
+    return step.output("theta", theta)
+
+
+def _decoder_losses(
+    step: StepBuilder,
+    config: StepConfig,
+    decoded: dict[str, Tensor],
+    batch: Batch,
+    next_h2: Tensor,
+    values: BranchedHeads,
+    transition: c51.Transition,
+    live: Tensor,
+) -> None:
+    """L_rec, L_pred and L_ens of the heads that exist."""
+    for name, y in decoded.items():
+        dy, loss = step.loss_gradient(y), step.report(f"L_{name}")
+        if name == "rec":
+            decoder_losses.mean_squares(step.program, y, batch.state, dy=dy, loss=loss, name="rec.loss")
+        elif name == "pred":
+            decoder_losses.mean_squares(
+                step.program, y, next_h2, discount=batch.discount, live=live, dy=dy, loss=loss, name="pred.loss"
+            )
+        else:
+            decoder_losses.ensemble(
+                step.program,
+                y,
+                heads=config.ens,
+                action=transition.actions.columns(0, 1),
+                best=transition.best.columns(0, 1),
+                value=values.q(0),
+                reward=transition.reward,
+                discount=transition.discount,
+                weight=transition.weight,
+                dy=dy,
+                loss=loss,
+                name="ens.loss",
+            )
+
+
+def _outputs(
+    step: StepBuilder, here: trunk.Trunk, heads: BranchedHeads, choice: BranchedHeads, values: BranchedHeads
+) -> None:
+    """Names under which the host reads what the step computed at s and s'."""
+    step.output("h1", here.h1)
+    step.output("h2", here.h2)
+    step.output("q", heads.heads.q)
+    step.output("q_next", choice.heads.q)
+    step.output("q_target", values.heads.q)
+    if choice.best is not None:
+        step.output("best", choice.best)

@@ -23,6 +23,11 @@ class ParamSpec:
     shape: tuple[int, ...]
 
 
+def linear_specs(layer: str, outputs: int, inputs: int) -> list[ParamSpec]:
+    """Weight `w_<layer>` [outputs, inputs] and bias `b_<layer>` [outputs] of a fully connected layer."""
+    return [ParamSpec(f"w_{layer}", (outputs, inputs)), ParamSpec(f"b_{layer}", (outputs,))]
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One trainable tensor of a group.
