@@ -29,6 +29,9 @@ from fxengine.telemetry import Report, Telemetry
 #: How linear products are computed: exactly in float32, or on tensor cores with float32 sums.
 PRECISIONS = ("fp32", "tf32", "bf16")
 
+#: Arenas that an evaluation shares with the step: what training leaves behind.
+_STATE_ARENAS = ("params", "grads", "adam_m", "adam_v", "fixed", "signals", "targets", "spectral")
+
 Definition: TypeAlias = Callable[[StepBuilder], None]
 
 
@@ -93,8 +96,11 @@ class Engine:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def step(self, *, captured: bool = True) -> None:
+    def step(self, *, captured: bool = True, decompose: bool = False) -> None:
         """Run one step asynchronously: publish the signals, replay the graph.
+
+        With decompose=True a variant of the step runs that trains to the same bits and adds `report.decomposition`; it
+        is built and captured at its first use, and a step without it pays nothing for it.
 
         Waits only when `signals.RING_ROWS` replays are already queued. With captured=False the same program runs
         launch by launch, without the graph, with the same bits: the debugging mode.
@@ -105,11 +111,15 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the engine is closed")
+        if decompose:
+            plan, replay = self._decomposing()
+        else:
+            plan, replay = self.plan, self._replay
         self.signals.publish(self._submitted)
         if captured:
-            self._replay()
+            replay()
         else:
-            self.plan.run(stream=self.stream)
+            plan.run(stream=self.stream)
         self._submitted += 1
 
     def synchronize(self) -> None:
@@ -272,11 +282,23 @@ class Engine:
         guard: bool,
     ) -> None:
         self._resident = frozenset(data)
-        self.builder = builder = StepBuilder(
-            self.device.target, precision=self.precision, groups=groups, data=data, feed=feed
-        )
-        definition(builder)
-        builder.finish()
+        self._variant: tuple[Plan, StepGraph] | None = None
+
+        def declare(*, decompose: bool) -> StepBuilder:
+            builder = StepBuilder(
+                self.device.target,
+                precision=self.precision,
+                groups=groups,
+                data=data,
+                feed=feed,
+                decompose=decompose,
+            )
+            definition(builder)
+            builder.finish()
+            return builder
+
+        self._declare = declare
+        self.builder = builder = declare(decompose=False)
         self.stream = self.device.stream()
         self.plan = Plan(builder.program, self.device, guard=guard)
         self._graph = self.plan.capture(stream=self.stream)
@@ -301,6 +323,17 @@ class Engine:
             self.stream,
             {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in data},
         )
+
+    def _decomposing(self) -> tuple[Plan, Callable[[], None]]:
+        """The decomposing variant of the step: other records over the same memory."""
+        if self._variant is None:
+            builder = self._declare(decompose=True)
+            if "decomposed" not in builder.reported:
+                raise ValueError("this step has no decomposition: it has no Q network")
+            plan = Plan(builder.program, self.device, base=self.plan)
+            self._variant = plan, plan.capture(stream=self.stream)
+        plan, graph = self._variant
+        return plan, partial(graph.launch, stream=self.stream)
 
     def _initialise(self) -> None:
         for arena in ("params", "grads", "adam_m", "adam_v"):
@@ -348,6 +381,10 @@ class Engine:
         self._closed = True
         for evaluation in self._evaluations.values():
             evaluation.close()
+        variant: tuple[Plan, StepGraph] | None = self.__dict__.get("_variant")
+        if variant is not None:
+            variant[1].close()
+            variant[0].close()
         for name in ("_graph", "_staging", "plan", "stream"):
             owned = self.__dict__.get(name)
             if owned is not None:
@@ -396,20 +433,12 @@ class _Evaluation:
 
     def __init__(self, engine: Engine, definition: Definition) -> None:
         self._engine = engine
-        shared = {
-            name: engine.plan.buffer(name)
-            for name, storage in engine.builder.program.storages.items()
-            if storage.arena in ("params", "grads", "adam_m", "adam_v", "fixed", "signals", "targets", "spectral")
-        }
         self._builder = StepBuilder(
-            engine.device.target,
-            precision=engine.precision,
-            groups=engine.builder.signals.groups,
-            shared=shared,
+            engine.device.target, precision=engine.precision, groups=engine.builder.signals.groups, evaluation=True
         )
         definition(self._builder)
         self._builder.finish()
-        self._plan = Plan(self._builder.program, engine.device)
+        self._plan = Plan(self._builder.program, engine.device, base=engine.plan, share=_STATE_ARENAS)
         self._graph = self._plan.capture(stream=engine.stream)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, float]:

@@ -32,6 +32,19 @@ class Report(Mapping[str, float]):
     nonfinite_groups: tuple[str, ...]
     readings: dict[str, float]
 
+    @property
+    def decomposition(self) -> NDArray[np.float32] | None:
+        """Gradient norms [9, 3]: a row per component, columns magnitude, direction, trunk; None if not decomposed.
+
+        Rows: iqn, ens, c51, cql, distill, rec, pred, cql_sx, c51_bs (docs/step.md §7). The replay must have been one
+        of `step(decompose=True)`.
+        """
+        if self.readings.get("decomposed") != 1.0:
+            return None
+        return np.array([v for name, v in self.readings.items() if name.startswith("split.")], np.float32).reshape(
+            -1, 3
+        )
+
     def __getitem__(self, name: str) -> float:
         return self.readings[name]
 

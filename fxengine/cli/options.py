@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TextIO
 
@@ -58,6 +58,12 @@ def add_fields(parser: argparse._ActionsContainer, owner: type[Any]) -> None:
     for entry in fields(owner):
         if isinstance(entry.default, int | float):
             add_option(parser, entry.name, entry.default, texts.get(entry.name, ""))
+
+
+def add_choice(parser: argparse._ActionsContainer, name: str, choices: Sequence[str], default: str, text: str) -> None:
+    """Add `--name` with a list of words to choose from."""
+    shown = text.rstrip(".").replace("%", "%%")
+    parser.add_argument(f"--{name}", choices=choices, default=default, help=f"{shown} (default: {default})")
 
 
 def add_device(parser: argparse._ActionsContainer) -> None:

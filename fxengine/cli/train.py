@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxengine.cli.display import Metrics, watcher
 from fxengine.cli.options import (
+    add_choice,
     add_device,
     add_fields,
     add_json,
@@ -25,13 +27,11 @@ from fxengine.cli.options import (
     print_json,
     report_stream,
     require,
-    table,
 )
+from fxengine.cli.report import as_json, describe
 from fxengine.driver.errors import FxError
 
 if TYPE_CHECKING:
-    from fxengine.data import Dataset
-    from fxengine.graphs import Census
     from fxengine.session import Progress, TrainingSession, TrainResult
 
 _CHECKPOINT, _CURVES, _METRICS, _REPORT = "checkpoint.safetensors", "curves.png", "metrics.jsonl", "report.json"
@@ -43,12 +43,15 @@ _DATASET_OPTIONS = ("lookahead", "regimes", "validation", "volatility_window")
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers."""
     from fxengine.data import make_dataset
-    from fxengine.session import TrainSettings
+    from fxengine.settings import DEFAULT_BATCH, MODELS, SIZES, SMALL, TrainSettings
 
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
-        help="train the auxiliary network on price bars",
-        description="Train the next-bar and the regime head on price bars and judge them on the bars that follow. "
+        help="train on price bars",
+        description="Train on price bars and judge the result on the bars that follow: the next-bar and the regime "
+        "head alone (aux), or the whole specified step (full) on transitions that a simple logged policy makes of the "
+        "bars. On the simulated device the full model has small sizes unless --sizes spec is given, so that its 200 "
+        f"steps take well below two minutes: {_sizes(SMALL)}, batch {DEFAULT_BATCH['small']}. "
         f"Writes {_CHECKPOINT}, {_CURVES}, {_METRICS} and {_REPORT}. Ctrl-C ends the training early and "
         "writes them all the same (exit status 130).",
     )
@@ -60,6 +63,9 @@ def add_parser(commands: Any) -> None:
     )
     add_device(parser)
     training = parser.add_argument_group("training")
+    settings = documented(TrainSettings)
+    add_choice(training, "model", MODELS, TrainSettings.model, settings["model"])
+    add_choice(training, "sizes", SIZES, TrainSettings.sizes, settings["sizes"])
     add_fields(training, TrainSettings)
     training.add_argument(
         "--signal",
@@ -89,7 +95,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if out.isatty():
         require("rich", "train (for the progress bar)")
     settings = TrainSettings(
-        **{name: getattr(arguments, name) for name in ("steps", "batch", "seed", "lr", "lr_end", "validate_every")},
+        **{entry.name: getattr(arguments, entry.name) for entry in fields(TrainSettings) if entry.name != "signals"},
         signals=dict(_signal(text) for text in arguments.signal),
     )
     bars = load_bars(arguments.data) if arguments.data else demo_bars()
@@ -98,8 +104,7 @@ def _train(arguments: argparse.Namespace) -> int:
     print(dataset.describe(), file=out)
 
     with TrainingSession(dataset, settings, device=arguments.device) as session:
-        device = session.engine.device
-        print(f"training {session.steps} steps of {settings.batch} rows on {device.label} ({device.name})", file=out)
+        print(_plan(session), file=out)
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         with (
@@ -116,15 +121,33 @@ def _train(arguments: argparse.Namespace) -> int:
         session.save(folder / _CHECKPOINT)
         _draw(folder / _CURVES, session, result)
         census = session.engine.graph.census()
-        report = _as_json(session, result, census, folder)
+        report = as_json(session, result, census, folder)
         (folder / _REPORT).write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
-        print(_describe(session, result, census, time.perf_counter() - started), file=out)
+        print(describe(session, result, census, time.perf_counter() - started), file=out)
         ended = f"stopped by Ctrl-C after {result.steps} of {session.steps} steps; " if result.interrupted else ""
         print(f"{ended}written to {folder}: {_CHECKPOINT}, {_CURVES}, {_METRICS}, {_REPORT}", file=out)
     if arguments.json:
         sys.stderr.flush()
         print_json(report)
     return _INTERRUPTED if result.interrupted else 0
+
+
+def _plan(session: TrainingSession) -> str:
+    """What is going to be trained, and how large it is."""
+    from fxengine.settings import SMALL
+
+    config, device, settings = session.model.config, session.engine.device, session.settings
+    lines = []
+    if session.model.transitions is not None:
+        lines.append(session.model.transitions.describe())
+        if settings.chosen_sizes(device.kind) == "small":
+            lines.append(f"small sizes: {_sizes(SMALL)}; --sizes spec takes those of the specification")
+    lines.append(f"training {session.steps} steps of {config.batch} rows on {device.label} ({device.name})")
+    return "\n".join(lines)
+
+
+def _sizes(sizes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
 
 
 def _signal(text: str) -> tuple[str, float]:
@@ -176,72 +199,6 @@ def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
 def _draw(path: Path, session: TrainingSession, result: TrainResult) -> None:
     from fxengine.cli.plot import learning_curves
 
-    learning_curves(path, session.curves, session.validations, result, title=session.dataset.source)
-
-
-# -- report ------------------------------------------------------------------------------------------------------
-
-
-def _as_json(session: TrainingSession, result: TrainResult, census: Census, folder: Path) -> dict[str, Any]:
-    device = session.engine.device
-    return {
-        "steps": result.steps,
-        "interrupted": result.interrupted,
-        "skipped": result.skipped,
-        "loss_first": result.loss_first,
-        "loss_last": result.loss_last,
-        "validation_loss": result.validation.loss,
-        "next_bar_accuracy": result.validation.next_bar_accuracy,
-        "next_bar_baseline": result.next_bar_baseline,
-        "next_bar_standard_error": result.next_bar_error,
-        "regime_accuracy": result.validation.regime_accuracy,
-        "regime_baseline": result.regime_baseline,
-        "steps_per_s": result.steps_per_s,
-        "device": device.label,
-        "device_name": device.name,
-        "seed": session.settings.seed,
-        "out": str(folder),
-        "census": census.as_dict(),
-    }
-
-
-def _describe(session: TrainingSession, result: TrainResult, census: Census, seconds: float) -> str:
-    nodes = ", ".join(f"{count} {kind}" for kind, count in census.nodes.items())
-    rows = {
-        "steps": f"{result.steps} in {seconds:.1f} s with validations; {result.steps_per_s:,.1f} steps/s",
-        "loss": f"{result.loss_first:.4f} at first, {result.loss_last:.4f} at last, "
-        f"{result.validation.loss:.4f} on validation",
-        "next bar": _next_bar_verdict(result),
-        "regime": _regime_verdict(session.dataset, result),
-        "graph": f"depth {census.depth}, {nodes} nodes, instantiated {_times(census.instantiations)}, "
-        "one launch per step",
-    }
-    if result.skipped:
-        rows["skipped"] = f"{result.skipped} steps made no update, because a gradient was not finite"
-    return table(rows)
-
-
-def _next_bar_verdict(result: TrainResult) -> str:
-    """In plain words; above the baseline counts only beyond two standard errors."""
-    accuracy, baseline = result.validation.next_bar_accuracy, result.next_bar_baseline
-    margin = 2.0 * result.next_bar_error
-    verdict = f"above it by more than two standard errors (±{margin:.4f})"
-    if accuracy <= baseline:
-        verdict = "it does NOT beat the majority class"
-    elif accuracy - baseline <= margin:
-        verdict = f"above it by less than two standard errors (±{margin:.4f}): no evidence of skill"
-    return f"{accuracy:.4f} right on validation, majority class {baseline:.4f}: {verdict}"
-
-
-def _regime_verdict(dataset: Dataset, result: TrainResult) -> str:
-    """The regime is no forecast: it measures bars that the state has seen."""
-    accuracy, baseline = result.validation.regime_accuracy, result.regime_baseline
-    verdict = "above it" if accuracy > baseline else "it does NOT beat the majority class"
-    return (
-        f"{accuracy:.4f} right on validation, majority class {baseline:.4f}: {verdict} "
-        f"(no forecast: the volatility class of the last {dataset.volatility_window} bars)"
+    learning_curves(
+        path, session.curves, session.validations, result, health=session.health, title=session.dataset.source
     )
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

@@ -1,7 +1,23 @@
-// The product behind the linear kernels (linear_forward.cu, linear_dx.cu, linear_dw.cu), fp32 on the CUDA cores:
+// The product behind the linear kernels (linear_forward.cuh, linear_dx.cuh, linear_dw.cuh):
 //
 //     acc[i, j] = sum over k of A[i, k] * B[j, k]
 //
+// The kernels are written once, over a tile type that brings its own product; here are what the tile types share and
+// the one of fp32 on the CUDA cores. linear_tensor.cuh has those of the tensor cores. A tile type T has
+//
+//     T::BM, T::BN, T::BK       outputs of a block, elements of the sum per step
+//     T::WIDTH                  neighbouring outputs that a thread handles at once
+//     T::SHARED                 floats of shared memory
+//     T::Sums                   what a thread holds of the sums; starts as zeros
+//     T::add<SUM, A_INNER, B_INNER>(sums, a, b, depth, shared)
+//                               adds the products of `depth` values of k; with SUM (A not inner) also the row sums of A
+//     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
+//     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
+//
+// Every thread of the block calls the three functions. `shared` is free again when `add` returns; the others may leave
+// it in use and begin with a barrier where they must.
+//
+// fp32.
 // A block of 256 threads owns BM x BN outputs. It stages BK values of k at a time in shared memory as [k][row],
 // fetching the next stage into registers while it computes on this one: one barrier per stage. A tile that has fewer
 // than 256 register tiles (TM x TN outputs of a thread) divides the threads into GROUPS; group g takes k = g,
@@ -24,34 +40,6 @@
 #else
 #define FX_UNROLL _Pragma("unroll")
 #endif
-
-template <int BM_, int BN_, int BK_, int TM_, int TN_>
-struct LinearTile {
-    static constexpr int BM = BM_;
-    static constexpr int BN = BN_;
-    static constexpr int BK = BK_;
-    static constexpr int TM = TM_;
-    static constexpr int TN = TN_;
-    static constexpr int THREADS = 256;
-    static constexpr int GROUPS = THREADS * TM * TN / (BM * BN);
-    // Rows of 4 mod 8 words: the transposing stores of LinearOperand then hit 32 different banks.
-    static constexpr int LDA = BM + 4;
-    static constexpr int LDB = BN + 4;
-    static constexpr int STAGE = BK * (LDA + LDB);
-    static constexpr int SUMS = GROUPS > 1 ? GROUPS * BM * BN : 0;
-    static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;  // floats
-    // Neighbouring outputs that a thread handles at once after the groups are added.
-    static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
-    static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
-    static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
-    static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
-};
-
-typedef LinearTile<128, 128, 16, 8, 8> Tile128x128;
-typedef LinearTile<64, 64, 32, 8, 4> Tile64x64;   // 2 groups
-typedef LinearTile<32, 32, 64, 4, 4> Tile32x32;   // 4 groups
-typedef LinearTile<16, 32, 64, 4, 4> Tile16x32;   // 8 groups
-typedef LinearTile<16, 16, 128, 4, 4> Tile16x16;  // 16 groups
 
 // Whether rows that start at p, ld elements apart, can be read four floats at a time.
 __device__ __forceinline__ bool fx_quads(const float* p, int ld) {
@@ -89,9 +77,17 @@ __device__ __forceinline__ void fx_store(float* p, const float (&v)[W], int left
     }
 }
 
-// One operand: R rows of the tile, read stage after stage from k_begin on. INNER: element (row, k) lies at
-// p[row * ld + k], else at p[k * ld + row]. A thread always works on the same row (INNER) or the same four rows, on the
-// quads k, k + STEP, ... of a stage.
+// One operand as a kernel hands it over, from the tile's first row and the first k on. INNER: element (row, k) lies at
+// p[row * ld + k], else at p[k * ld + row].
+struct LinearView {
+    const float* p;
+    int ld;
+    int rows;            // that exist, from p on
+    float scale = 1.0f;  // multiplies every element; of an INNER operand only
+};
+
+// R rows of one operand, read stage after stage. A thread always works on the same row (INNER) or the same four rows,
+// on the quads k, k + STEP, ... of a stage.
 template <int R, int BK, bool INNER>
 struct LinearOperand {
     static constexpr int LD = R + 4;
@@ -104,15 +100,16 @@ struct LinearOperand {
     int row, k;
     int left;  // rows from `row` on that exist
     bool quads;
+    float scale;
 
     // INNER: a warp covers 16 rows x 8 values of k, whole 32-byte sectors of global memory.
-    __device__ __forceinline__ LinearOperand(const float* p, int ld_, int rows, int k_begin) : ld(ld_) {
+    __device__ __forceinline__ explicit LinearOperand(const LinearView& v) : ld(v.ld), scale(v.scale) {
         const int thread = static_cast<int>(threadIdx.x);
         row = INNER ? (thread >> 1) % R : 4 * (thread % (R / 4));
         k = INNER ? 4 * ((thread & 1) + 2 * (thread / (2 * R))) : thread / (R / 4);
-        left = rows - row;
-        quads = fx_quads(p, ld);
-        next = p + static_cast<long long>(INNER ? row : k_begin + k) * ld + (INNER ? k_begin + k : row);
+        left = v.rows - row;
+        quads = fx_quads(v.p, ld);
+        next = v.p + static_cast<long long>(INNER ? row : k) * ld + (INNER ? k : row);
     }
 
     // The next stage, of which k_left values of k exist.
@@ -134,7 +131,7 @@ struct LinearOperand {
             float* to = stage + (k + u * STEP) * LD + row;
             if constexpr (INNER) {
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) to[e * LD] = held[u][e];
+                for (int e = 0; e < 4; ++e) to[e * LD] = scale * held[u][e];
             } else {
                 fx_store(to, held[u], 4, true);
             }
@@ -179,9 +176,8 @@ __device__ __forceinline__ void fx_linear_step(float (&acc)[T::TM][T::TN], const
     }
 }
 
-// acc += the sum of A[., k] B[., k] over `depth` values of k, from where the operands begin. Every thread of the
-// block calls it; it ends with a barrier, so that `shared` may be reused at once. With SUM, row_sum also receives the
-// sums over k of the quads of A that this thread fetched (A not INNER); fx_linear_row_sums adds the threads up.
+// acc += the sum of A[., k] B[., k] over `depth` values of k. With SUM, row_sum also receives the sums over k of the
+// quads of A that this thread fetched (A not INNER).
 template <class T, bool SUM, class A, class B>
 __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], float (&row_sum)[4], A a, B b, int depth,
                                                   float* shared) {
@@ -230,8 +226,28 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
     __syncthreads();
 }
 
+// Calls use(row, column, values) with the sum of the tiles that the GROUPS groups left in shared memory one behind the
+// other, added in that order.
+template <class T, class Use>
+__device__ __forceinline__ void fx_linear_reduce(const float* shared, Use use) {
+    __syncthreads();
+    FX_UNROLL
+    for (int i = 0; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
+        const int first = i + static_cast<int>(threadIdx.x) * T::WIDTH;
+        float v[T::WIDTH];
+        fx_load(v, shared + first, T::WIDTH, true);
+        FX_UNROLL
+        for (int g = 1; g < T::GROUPS; ++g) {
+            float other[T::WIDTH];
+            fx_load(other, shared + g * T::BM * T::BN + first, T::WIDTH, true);
+            FX_UNROLL
+            for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
+        }
+        use(first / T::BN, first % T::BN, v);
+    }
+}
+
 // Calls use(row, column, values) for every run of neighbouring outputs of this thread, the groups added in order.
-// Threads may have to meet again before `shared` is reused.
 template <class T, class Use>
 __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Use use) {
     const LinearPlace<T> at;
@@ -255,35 +271,70 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
                 fx_store(mine + row * T::BN + at.column + j / 4 * at.COLUMN_STEP, v, 4, true);
             }
         }
-        __syncthreads();
-        FX_UNROLL
-        for (int i = 0; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
-            const int first = i + static_cast<int>(threadIdx.x) * T::WIDTH;
-            float v[T::WIDTH];
-            fx_load(v, shared + first, T::WIDTH, true);
-            FX_UNROLL
-            for (int g = 1; g < T::GROUPS; ++g) {
-                float other[T::WIDTH];
-                fx_load(other, shared + g * T::BM * T::BN + first, T::WIDTH, true);
-                FX_UNROLL
-                for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
-            }
-            use(first / T::BN, first % T::BN, v);
-        }
+        fx_linear_reduce<T>(shared, use);
     }
 }
 
-// The sum of row threadIdx.x of A over all k (threads below BM; others get 0), from row_sum of fx_linear_product, the
-// threads added in order. Every thread of the block calls it; it starts with a barrier.
+// The sum over parts of element threadIdx.x of [parts][BM] in shared memory, in that order; 0 for threads from BM on.
+// Starts with a barrier, so that every thread may have written its part just before.
 template <class T>
-__device__ __forceinline__ float fx_linear_row_sums(const float (&row_sum)[4], float* shared) {
-    __syncthreads();
-    const int thread = static_cast<int>(threadIdx.x);
-    fx_store(shared + 4 * thread, row_sum, 4, true);  // as [1024 / BM][BM]: one row per k of the first quads
+__device__ __forceinline__ float fx_linear_parts_sum(const float* shared, int parts) {
     __syncthreads();
     float sum = 0.0f;
-    if (thread < T::BM) {
-        for (int part = 0; part < 1024 / T::BM; ++part) sum += shared[part * T::BM + thread];
+    if (static_cast<int>(threadIdx.x) < T::BM) {
+        for (int part = 0; part < parts; ++part) sum += shared[part * T::BM + threadIdx.x];
     }
     return sum;
 }
+
+template <int BM_, int BN_, int BK_, int TM_, int TN_>
+struct LinearTile {
+    static constexpr int BM = BM_;
+    static constexpr int BN = BN_;
+    static constexpr int BK = BK_;
+    static constexpr int TM = TM_;
+    static constexpr int TN = TN_;
+    static constexpr int THREADS = 256;
+    static constexpr int GROUPS = THREADS * TM * TN / (BM * BN);
+    // Rows of 4 mod 8 words: the transposing stores of LinearOperand then hit 32 different banks.
+    static constexpr int LDA = BM + 4;
+    static constexpr int LDB = BN + 4;
+    static constexpr int STAGE = BK * (LDA + LDB);
+    static constexpr int SUMS = GROUPS > 1 ? GROUPS * BM * BN : 0;
+    static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;  // floats
+    // Neighbouring outputs that a thread handles at once after the groups are added.
+    static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
+    static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
+    static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
+
+    struct Sums {
+        float acc[TM][TN];
+        float row[4];
+    };
+
+    template <bool SUM, bool A_INNER, bool B_INNER>
+    static __device__ __forceinline__ void add(Sums& sums, const LinearView& a, const LinearView& b, int depth,
+                                               float* shared) {
+        fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(a),
+                                           LinearOperand<BN, BK, B_INNER>(b), depth, shared);
+    }
+
+    template <class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Use use) {
+        fx_linear_outputs<LinearTile>(sums.acc, shared, use);
+    }
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        __syncthreads();
+        fx_store(shared + 4 * threadIdx.x, sums.row, 4, true);  // one row of BM per k of the first quads
+        return fx_linear_parts_sum<LinearTile>(shared, 1024 / BM);
+    }
+};
+
+typedef LinearTile<128, 128, 16, 8, 8> Tile128x128;
+typedef LinearTile<64, 64, 32, 8, 4> Tile64x64;   // 2 groups
+typedef LinearTile<32, 32, 64, 4, 4> Tile32x32;   // 4 groups
+typedef LinearTile<16, 32, 64, 4, 4> Tile16x32;   // 8 groups
+typedef LinearTile<16, 16, 128, 4, 4> Tile16x16;  // 16 groups
+

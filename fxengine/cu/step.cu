@@ -2,9 +2,9 @@
 //
 // It finishes the sums that are reported (losses, shares of right rows), writes one row of the telemetry ring (mapped, pinned), and
 // advances the counters.
-//   ring row   : [u64 sequence][u64 t][u64 skipped][u64 group mask][n floats][sums floats], row_words words from row to row
-//   sums       : sum of `lengths[i]` partial results / (divisors[i] * max(1, *denominators[i])), in fixed order: a warp
-//                per sum, lane i adds the partials i, i + 32, ... in turn, then one warp sum
+//   ring row   : [u64 sequence][u64 t][u64 skipped][u64 group mask][n floats][mirrored floats], row_words words from row to row
+//   sums       : values[targets[i]] = sum of lengths[i] partial results / (divisors[i] * max(1, *denominators[i])), in
+//                fixed order: a warp per sum, lane i adds the partials i, i + 32, ... in turn, then one warp sum
 //   row index  : (sequence - 1) % rows; sequence = replays finished, this one included
 //   t, skipped : Adam steps done and steps skipped, after this replay; group mask: bit g = norm of group g not finite
 //   head       : sequence of the newest complete row
@@ -17,7 +17,7 @@
 struct End {
     int first_tile;
     int tiles;
-    const float* values;                  // telemetry values, n floats
+    float* values;                        // telemetry values, n floats
     unsigned long long* counters;         // 4 counters
     const unsigned* skip;                 // 1 = the optimizer skipped; null = this program has no optimizer
     const unsigned long long* group_mask; // groups whose norm is not finite, or null
@@ -28,7 +28,11 @@ struct End {
     const int* denominators[32];          // null = 1
     double divisors[32];                  // constant part of the denominator
     int lengths[32];                      // number of partial results
+    int targets[32];                      // place of the sum among the values
+    const float* signals;                 // snapshot, or null
+    const int* slots;                     // slots of the snapshot that are mirrored, or null
     int sums;                             // number of sums, at most 32
+    int mirrored;                         // number of mirrored slots
     int n;                                // number of values
     int row_words;                        // u64 words between rows
     int rows;                             // length of the ring
@@ -56,17 +60,18 @@ extern "C" __global__ void __launch_bounds__(256) fx_end(const End* table, int c
     const u64 finished = record.counters[0];
     u64* row = record.ring + (finished % static_cast<u64>(record.rows)) * static_cast<u64>(record.row_words);
     float* values = reinterpret_cast<float*>(row + 4);
+    for (int i = static_cast<int>(threadIdx.x >> 5); i < record.sums; i += 8) {
+        const float sum = finish_sum(record, i);
+        if ((threadIdx.x & 31u) == 0) record.values[record.targets[i]] = sum;
+    }
     if (threadIdx.x == 0) {
         fx_store_through(row, 0ull);
         __threadfence_system();
     }
-    __syncthreads();  // nobody writes data before the row is marked as being written; all have read counters[0]
-    for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) {
-        fx_store_through(values + i, record.values[i]);
-    }
-    for (int i = static_cast<int>(threadIdx.x >> 5); i < record.sums; i += 8) {
-        const float sum = finish_sum(record, i);
-        if ((threadIdx.x & 31u) == 0) fx_store_through(values + record.n + i, sum);
+    __syncthreads();  // the sums are there, the row is marked as being written, and all have read counters[0]
+    for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) fx_store_through(values + i, record.values[i]);
+    for (int i = static_cast<int>(threadIdx.x); i < record.mirrored; i += 256) {
+        fx_store_through(values + record.n + i, record.signals[record.slots[i]]);
     }
     if (threadIdx.x == 0) {
         const bool skipped = record.skip != nullptr && *record.skip != 0;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +39,35 @@ class Plan:
         program: the program to place. It must not grow afterwards.
         device: where it runs.
         guard: put guard words between the buffers of every arena; `check_guards()` then finds stray writes.
+        base: a plan whose memory this one uses for tensors of the same name (an evaluation, a diagnostic variant of
+            the same step). It must stay open as long as this plan is used.
+        share: arenas of which tensors are taken from the base; None for all.
 
     Raises:
         ProgramError: a record's fields do not match its kernel's struct.
         CudaError: out of memory, or another driver failure.
     """
 
-    def __init__(self, program: Program, device: Device, *, guard: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        *,
+        guard: bool = False,
+        base: Plan | None = None,
+        share: Collection[str] | None = None,
+    ) -> None:
         self.program = program
         self.device = device
         self.nodes = schedule(program)
         self._arenas: dict[str, Arena] = {}
         self._mapped: dict[str, MappedBuffer] = {}
+        self._owned_mapped: dict[str, MappedBuffer] = {}
         self._buffers: dict[str, Buffer] = {}
+        self._cleared: Arena | None = None
         self._closed = False
         try:
-            self._place(guard)
+            self._place(guard, self._borrow(base, share) if base is not None else frozenset())
             self._steps = self._bind(guard)
         except BaseException:
             self.close()
@@ -95,8 +108,8 @@ class Plan:
     def arena_bytes(self) -> dict[str, int]:
         """Bytes per arena."""
         sizes = {name: arena.nbytes for name, arena in self._arenas.items()}
-        if self._mapped:
-            sizes[MAPPED] = sum(m.nbytes for m in self._mapped.values())
+        if self._owned_mapped:
+            sizes[MAPPED] = sum(m.nbytes for m in self._owned_mapped.values())
         return dict(sorted(sizes.items()))
 
     def check_guards(self) -> None:
@@ -144,22 +157,47 @@ class Plan:
 
     def _issue(self, step: Step, stream: Stream, *, pdl: bool) -> None:
         if step.kernel is None or step.arguments is None:
-            arena = self._arenas[ZEROED]
-            self.device.driver.cuMemsetD32Async(arena.address, 0, arena.nbytes // 4, stream.handle)
+            assert self._cleared is not None  # the schedule has a memset only if something is to be cleared
+            clear = self.device.driver.cuMemsetD32Async
+            clear(self._cleared.address, 0, self._cleared.nbytes // 4, stream.handle)
             return
         step.kernel.launch(step.blocks, step.kernel.threads, step.arguments, stream=stream, pdl=pdl)
 
     # -- construction ------------------------------------------------------------------------------------------
 
-    def _place(self, guard: bool) -> None:
-        by_arena: dict[str, list[Storage]] = defaultdict(list)
+    def _borrow(self, base: Plan, share: Collection[str] | None) -> frozenset[str]:
+        """Take the base's memory for tensors of the same name and arena; returns their names."""
+        names = set()
         for storage in self.program.storages.values():
-            if storage.buffer is not None:
-                self._buffers[storage.name] = storage.buffer
-            elif storage.arena == MAPPED:
-                self._mapped[storage.name] = MappedBuffer(self.device, (storage.nbytes,), np.uint8, name=storage.name)
+            theirs = base.program.storages.get(storage.name)
+            if theirs is None or not (share is None or storage.arena in share):
+                continue
+            if (theirs.nbytes, theirs.arena) != (storage.nbytes, storage.arena):
+                raise ProgramError(
+                    f"tensor '{storage.name}' has {storage.nbytes} bytes in arena {storage.arena}, but "
+                    f"{theirs.nbytes} in {theirs.arena} in the plan whose memory it is to use"
+                )
+            home: dict[str, Any] = self._mapped if storage.arena == MAPPED else self._buffers
+            home[storage.name] = base.mapped(storage.name) if storage.arena == MAPPED else base.buffer(storage.name)
+            names.add(storage.name)
+            if storage.arena == ZEROED:
+                self._cleared = base._cleared
+        return frozenset(names)
+
+    def _place(self, guard: bool, borrowed: Collection[str]) -> None:
+        by_arena: dict[str, list[Storage]] = defaultdict(list)
+        own = [s for s in self.program.storages.values() if s.name not in borrowed]
+        for storage in own:
+            if storage.arena == MAPPED:
+                self._mapped[storage.name] = self._owned_mapped[storage.name] = MappedBuffer(
+                    self.device, (storage.nbytes,), np.uint8, name=storage.name
+                )
             else:
                 by_arena[storage.arena].append(storage)
+        if ZEROED in by_arena and self._cleared is not None:
+            raise ProgramError(
+                f"'{by_arena[ZEROED][0].name}' is to be cleared, but not by the memset of the plan whose memory is used"
+            )
         for name, storages in by_arena.items():
             nbytes = Arena.required(tuple(s.nbytes for s in storages), guard=guard)
             # The one memset covers the whole zeroed arena, so its guard words are zeros.
@@ -167,7 +205,9 @@ class Plan:
             arena = self._arenas[name] = Arena(self.device, name, nbytes, guard=guard, **pattern)
             for storage in storages:
                 self._buffers[storage.name] = arena.place(storage.name, (storage.nbytes,), np.uint8)
-        for storage in self.program.storages.values():
+            if name == ZEROED:
+                self._cleared = arena
+        for storage in own:
             if storage.data is not None:
                 self._buffers[storage.name].write(np.ascontiguousarray(storage.data).reshape(-1).view(np.uint8))
 
@@ -244,7 +284,7 @@ class Plan:
         if self._closed:
             return
         self._closed = True
-        for mapped in self._mapped.values():
+        for mapped in self._owned_mapped.values():
             mapped.close()
         for arena in self._arenas.values():
             arena.close()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 if TYPE_CHECKING:
-    from fxengine.driver import Buffer, Target
+    from fxengine.driver import Target
 
 #: Arena whose storages one memset node clears at the start of every replay.
 ZEROED = "zeroed"
@@ -44,14 +44,12 @@ class Storage:
         nbytes: size in bytes.
         arena: which arena it will be placed in (one arena per lifetime).
         data: contents to upload when the program is planned, or None.
-        buffer: an existing device buffer to use instead of a new allocation, or None.
     """
 
     name: str
     nbytes: int
     arena: str
     data: NDArray[Any] | None = None
-    buffer: Buffer | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,20 +241,6 @@ class Program:
             )
         storage = self._add(Storage(name, math.prod(dims) * kind.itemsize, arena, data))
         return Tensor(storage, 0, dims, kind, dims[-1] if len(dims) > 1 else 1)
-
-    def external(self, name: str, buffer: Buffer) -> Tensor:
-        """Declare a tensor that lives in an existing device buffer, for example of another plan."""
-        storage = self._add(Storage(name, buffer.nbytes, "external", buffer=buffer))
-        shape = buffer.shape
-        return Tensor(storage, 0, shape, np.dtype(buffer.dtype), shape[-1] if len(shape) > 1 else 1)
-
-    def declare(
-        self, name: str, shape: Sequence[int], dtype: DTypeLike, *, arena: str, shared: Mapping[str, Buffer]
-    ) -> Tensor:
-        """A tensor in the buffer that `shared` has under its name, else a new one."""
-        if name in shared:
-            return self.external(name, shared[name].view(0, tuple(shape), np.dtype(dtype), name))
-        return self.tensor(name, shape, dtype, arena=arena)
 
     def launch(
         self,

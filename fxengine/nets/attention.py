@@ -32,11 +32,15 @@ def forward(p: Pass, config: StepConfig, state: Tensor) -> Tensor:
         else None
     )
     w_q, w_k, w_val, w_o = weights
-    attention.forward(p.program, state, w_q, w_k, w_val, w_o, x, tokens=config.tokens, saved=saved, label=f"x{p.suffix}.fwd")
+    attention.forward(
+        p.program, state, w_q, w_k, w_val, w_o, x, tokens=config.tokens, saved=saved, label=f"x{p.suffix}.fwd"
+    )
     if saved is None:
         return x
 
     def backward(gradients: Gradients) -> None:
+        if not gradients.wants("w_q"):
+            return
         dx = gradients.settle(x)
         if dx is None:
             return

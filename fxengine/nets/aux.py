@@ -86,8 +86,10 @@ def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor,
         return out
 
     def backward(gradients: Gradients) -> None:
+        if not gradients.is_training:  # the decomposition does not follow the wire into the auxiliary nets
+            return
         dwire = gradients.settle(out)
-        if dwire is None or not gradients.is_training:  # other sets do not follow the wire into the auxiliary nets
+        if dwire is None:
             return
         dlogits, _ = gradients.contribute(heads.next_bar)  # the loss has written it
         gate.wire_backward(step.program, heads.next_bar, dwire, dlogits, alpha=step.signal("alpha_grad"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from fxengine import signals as signal_rows
 from fxengine import telemetry as telemetry_rows
-from fxengine.driver import Buffer, Target
+from fxengine.driver import Target
 from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
 from fxengine.nets.tape import Tape
 from fxengine.ops import gather, random, step
-from fxengine.ops.reduce import sum_partials
-from fxengine.signals import SignalMap
+from fxengine.ops.reduce import SUM
+from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
 from fxengine.train.optimizer import Guard, optimize
 from fxengine.train.oracles import oracles
@@ -54,8 +54,8 @@ class StepBuilder:
         groups: group name by index; defaults to those of the specified step.
         data: inputs that are gathered from device-resident rows instead of being written by the host.
         feed: random inputs (`noise`) that the host writes instead.
-        shared: buffers of another step to use instead of new ones (parameters, signal snapshot), by tensor name.
-            With it the builder makes an evaluation: no gradients, no optimizer, no counters.
+        decompose: add the gradient decomposition: the same training, and diagnostics on top.
+        evaluation: declare the forward alone: no gradients, no optimizer, no counters. Inputs are written by the host.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class StepBuilder:
         groups: Mapping[int, str] | None = None,
         data: Mapping[str, Source] | None = None,
         feed: Collection[str] = (),
-        shared: Mapping[str, Buffer] | None = None,
+        evaluation: bool = False,
+        decompose: bool = False,
     ) -> None:
         self.program = Program(target, precision)
         self.signals = SignalMap(groups)
-        self.train = shared is None
+        self.train = not evaluation
+        self.decompose = decompose
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.fixed_parameters: dict[str, Tensor] = {}
         self.reports: list[str] = []
-        self._sums: dict[str, step.Sum] = {}
-        self._shared = dict(shared or {})
         self._data = dict(data or {})
         self._feed = frozenset(feed)
         self.target_parameters: dict[str, Tensor] = {}
@@ -86,12 +86,12 @@ class StepBuilder:
         self.target_groups: list[TargetGroup] = []
         self._spectral: list[str] = []
         self._oracle_every = 0
+        self._after_backward: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
+        self._mirrored: list[str] = []
         self._tape: Tape | None = None
 
-        self.snapshot = self.program.declare(
-            "signals", (signal_rows.SLOTS,), np.float32, arena="signals", shared=self._shared
-        )
+        self.snapshot = self.program.tensor("signals", (signal_rows.SLOTS,), arena="signals")
         self._reports = self.program.tensor("telemetry.values", (_REPORT_SLOTS,), np.float32, arena=ZEROED)
         if self.train:
             self.counters = self.program.tensor("counters", (len(COUNTERS),), np.uint64, arena="counters")
@@ -166,10 +166,10 @@ class StepBuilder:
         index = {group: g for g, group in self.signals.groups.items()}.get(name)
         if index is None:
             raise ProgramError(f"no group '{name}' in the signal map; it has {list(self.signals.groups.values())}")
-        group = ParamGroup(self.program, name, index, specs, shared=self._shared)
+        group = ParamGroup(self.program, name, index, specs)
         self._groups.append(group)
         if target:
-            copy = TargetGroup(self.program, group, shared=self._shared)
+            copy = TargetGroup(self.program, group)
             self.target_groups.append(copy)
             for parameter in copy:
                 self.target_parameters[parameter] = copy[parameter]
@@ -178,7 +178,7 @@ class StepBuilder:
 
     def fixed(self, name: str, shape: Sequence[int]) -> Tensor:
         """An untrained parameter: initialised and saved like the others, without gradient and moments."""
-        tensor = self.program.declare(f"fixed.{name}", shape, np.float32, arena="fixed", shared=self._shared)
+        tensor = self.program.tensor(f"fixed.{name}", shape, arena="fixed")
         self.fixed_parameters[name] = tensor
         return tensor
 
@@ -193,6 +193,14 @@ class StepBuilder:
     def loss_gradient(self, y: Tensor) -> Tensor | None:
         """Where a loss writes the gradient of y; None in an evaluation."""
         return self.tape.training.output(y) if self.train else None
+
+    def after_backward(self, append: Callable[[], None]) -> None:
+        """Call `append` behind the backward and before the optimizer: the gradients are complete, nothing has moved."""
+        self._after_backward.append(append)
+
+    def mirror(self, names: Iterable[str]) -> None:
+        """Report device-owned signals as the step leaves them."""
+        self._mirrored.extend(names)
 
     def at_end(self, append: Callable[[], None]) -> None:
         """Call `append` behind backward and optimizer, for records that must see the step's old state until then."""
@@ -212,22 +220,10 @@ class StepBuilder:
         self.reports.append(name)
         return self._reports.rows(len(self.reports) - 1, len(self.reports))
 
-    def report_sum(
-        self, name: str, partials: Tensor, *, denominator: Tensor | None = None, divisor: float = 1.0
-    ) -> None:
-        """Report sum(partials) / (divisor * max(1, denominator)) under `name`, added up by the step's last node."""
-        if not self.train:  # an evaluation has no such node
-            out = self.report(name)
-            sum_partials(self.program, partials, out, denominator=denominator, divisor=divisor, label=name)
-            return
-        if name in self.reported:
-            raise ProgramError(f"telemetry value '{name}' is taken")
-        self._sums[name] = step.Sum(partials, denominator, divisor)
-
     @property
     def reported(self) -> tuple[str, ...]:
         """Names of all telemetry values, in row order."""
-        return (*self.reports, *self._sums)
+        return (*self.reports, *self._mirrored)
 
     def output(self, name: str, tensor: Tensor) -> Tensor:
         """Give a tensor a name under which the host reads it after a step."""
@@ -238,7 +234,7 @@ class StepBuilder:
     def tape(self) -> Tape:
         """The tape; asking for it closes the declaration of groups."""
         if self._tape is None:
-            self._tape = Tape(self.program, ParamGroups(self._groups), report=self.report_sum, train=self.train)
+            self._tape = Tape(self.program, ParamGroups(self._groups), report=self.report, train=self.train)
         return self._tape
 
     @property
@@ -256,6 +252,8 @@ class StepBuilder:
         if unused:
             raise ProgramError(f"data given for {unused}, but the step has inputs {sorted(self.inputs)}")
         self.tape.backward()
+        for append in self._after_backward:
+            append()
         guard = self._optimize()
         for append in self._at_end:
             append()
@@ -269,11 +267,29 @@ class StepBuilder:
             values=self._reports.rows(0, len(self.reports)),
             counters=self.counters,
             guard=guard,
-            sums=list(self._sums.values()),
+            sums=self._fold_sums(),
+            signals=self.snapshot,
+            mirrored=[self.signals.slot(name).index for name in self._mirrored],
             ring=ring,
             head=head,
             after=[*(g.params for g in self.groups), *(t.values for t in self.target_groups)],
         )
+
+    def _fold_sums(self) -> list[step.Sum]:
+        """Sums that only telemetry reads are left to the last node: each of them would be a record of its own."""
+        read = {t.offset for r in self.program.launches for t in r.reads if t.storage is self._reports.storage}
+        sums, rest = [], []
+        for record in self.program.launches:
+            target = record.writes[0] if record.family is SUM else None
+            if target is None or target.storage is not self._reports.storage or target.offset in read:
+                rest.append(record)
+                continue
+            partials, *denominator = record.reads
+            divisor = record.fields["divisor"]
+            assert isinstance(divisor, float)
+            sums.append(step.Sum(target, partials, denominator[0] if denominator else None, divisor))
+        self.program.launches[:] = rest
+        return sums
 
     def _optimize(self) -> Guard:
         """Norms, clip and Adam, then what follows from the new parameters: spectral norm, oracles, targets."""
@@ -283,11 +299,12 @@ class StepBuilder:
         for name in self._spectral:
             short = name.removeprefix("w_")
             w = groups[name].value
-            v = program.declare(f"sn_v_{short}", (w.shape[1],), np.float32, arena="spectral", shared=self._shared)
+            v = program.tensor(f"sn_v_{short}", (w.shape[1],), arena="spectral")
             self.persistent[f"sn_v_{short}"] = self.spectral_vectors[f"sn_v_{short}"] = v
             sigma = self.report(f"sigma_{short}")
             spectral_norm(program, w, v, sigma, signal=self.signal, guard=guard, label=f"spectral.{short}")
         if self._oracle_every:
+            self.mirror(f"bound.{family}.{group.name}" for group in groups for family in BOUND_FAMILIES)
             oracles(
                 program,
                 groups,

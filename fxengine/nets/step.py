@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from fxengine.config import StepConfig
-from fxengine.graphs import Tensor
-from fxengine.nets import attention, aux, curiosity, decoders, dueling, iql, iqn, trunk
+from fxengine.graphs import CONSTANTS, Tensor
+from fxengine.nets import attention, aux, curiosity, decoders, dueling, iql, iqn, split, trunk
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.dueling import BranchedHeads
 from fxengine.nets.encoder import fixed_features
 from fxengine.nets.passes import Pass
+from fxengine.nets.tape import Gradients
 from fxengine.ops import c51, gate
 from fxengine.ops import decoders as decoder_losses
 from fxengine.ops import iqn as iqn_losses
@@ -82,9 +84,15 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
     if config.iql_h:
         iql.losses(at_s, config, batch.state, heads.heads.q, batch.actions)
 
+    if step.train:
+        _decomposition(step, config, heads, values, transition, theta, decoded)
+
     # §4 the gate, before the backward reads alpha_grad
     if config.aux_h and step.train:
         gate.produce(step.program, step.outputs["nb_logits"], step.inputs["nb_label"], heads.q(0), signal=step.signal)
+        step.mirror(gate.GATE_STATE)
+    if config.iqn_quantiles:
+        step.mirror(gate.READINESS_STATE)
     step.run_oracles(config.oracle_every)
     _outputs(step, here, heads, choice, values)
 
@@ -243,6 +251,53 @@ def _decoder_losses(
                 loss=loss,
                 name="ens.loss",
             )
+
+
+def _decomposition(
+    step: StepBuilder,
+    config: StepConfig,
+    heads: BranchedHeads,
+    values: BranchedHeads,
+    transition: c51.Transition,
+    theta: Tensor | None,
+    decoded: dict[str, Tensor],
+) -> None:
+    """§7 in the decomposing variant of the step; the plain step only keeps the telemetry values free for it."""
+    entries = split.declare(step)
+    if not step.decompose:
+        return
+    one = step.program.tensor("one", (1,), arena=CONSTANTS, data=np.ones(1, np.float32))
+
+    def head_loss(name: str, **weight: Tensor) -> Callable[[Gradients], None]:
+        def write(gradients: Gradients) -> None:
+            c51.losses(
+                step.program,
+                heads.heads,
+                values.heads,
+                transition,
+                v_min=config.v_min,
+                v_max=config.v_max,
+                theta=theta,
+                dv=gradients.output(heads.heads.v),
+                dadv=[gradients.output(adv) for adv in heads.heads.adv],
+                name=f"split.{name}",
+                **weight,
+            )
+
+        return write
+
+    def append() -> None:
+        parts = split.Split(step, config, entries)
+        signal = step.signal
+        parts.losses("c51", head_loss("c51", w_c51=one), {"c51_bs": None, "c51": signal("w_c51")})
+        parts.losses("cql", head_loss("cql", w_cql=one), {"cql": None, "cql_sx": signal("w_cql")})
+        if theta is not None:
+            parts.losses("distill", head_loss("distill", w_distill=signal("w_distill")), {"distill": None})
+            parts.head("iqn", theta)
+        for name, y in decoded.items():
+            parts.head(name, y)
+
+    step.after_backward(append)
 
 
 def _outputs(

@@ -10,13 +10,14 @@ gets no buffer and no kernel argument. That is how a stop-gradient is built here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import crossentropy, linear
 from fxengine.ops.linear import Activation
+from fxengine.ops.reduce import sum_partials
 from fxengine.train.groups import ParamGroups
 
 #: Most sources that one input-gradient record sums.
@@ -39,10 +40,12 @@ class Gradients:
         tape: the tape whose tensors the gradients belong to.
         prefix: begins the names of this set's buffers. Empty for training, whose parameter gradients are those of the
             groups; any other set has parameter gradients of its own.
+        only: parameters whose gradients are wanted; None for all.
     """
 
-    def __init__(self, tape: Tape, prefix: str = "") -> None:
+    def __init__(self, tape: Tape, prefix: str = "", *, only: Collection[str] | None = None) -> None:
         self.prefix = prefix
+        self._only = only
         self._tape = tape
         self._gradients: dict[Tensor, _Gradient] = {}
         self._parameters: dict[str, Tensor] = {}
@@ -58,6 +61,14 @@ class Gradients:
         if accumulate:
             raise ProgramError(f"the gradient of {y} is written already; a loss would overwrite it")
         return gradient
+
+    def adopt(self, y: Tensor, other: Gradients) -> None:
+        """Read another set's gradient of y, which is complete, as this set's."""
+        self._gradients[y] = _Gradient(other._gradients[y].tensor, written=True)
+
+    def wants(self, parameter: str) -> bool:
+        """Whether a parameter's gradient is to be computed."""
+        return self._only is None or parameter in self._only
 
     def contribute(self, y: Tensor) -> tuple[Tensor, bool]:
         """The gradient of y, and whether to add to it (else overwrite). The caller does write it."""
@@ -123,12 +134,12 @@ class Tape:
     Args:
         program: receives the records.
         groups: parameters by name.
-        report: receives what ops report: name, partial results, denominator (`StepBuilder.report_sum`).
+        report: gives the telemetry value of a name (`StepBuilder.report`).
         train: False builds the forward alone: no gradient is declared.
     """
 
     def __init__(
-        self, program: Program, groups: ParamGroups, *, report: Callable[..., None], train: bool = True
+        self, program: Program, groups: ParamGroups, *, report: Callable[[str], Tensor], train: bool = True
     ) -> None:
         self.program = program
         self.groups = groups
@@ -219,6 +230,8 @@ class Tape:
                 if self.tracked(part):
                     gradients.add_source(part, dy, weight.value.columns(first, last), input_scale)
                 first = last
+            if not gradients.wants(w):
+                return
             dw, accumulate = gradients.parameter(w)
             db = gradients.parameter(b)[0] if b is not None else None
             linear.backward_dw(self.program, dy, x, dw, db, accumulate=accumulate, label=f"{gradients.prefix}{name}.dw")
@@ -251,6 +264,6 @@ class Tape:
             name=name,
         )
         assert partials is not None  # labels were given
-        self._report(loss, partials.losses, denominator=partials.valid)
-        if accuracy is not None:
-            self._report(accuracy, partials.correct, denominator=partials.valid)
+        for value, found in ((loss, partials.losses), (accuracy, partials.correct)):
+            if value is not None:
+                sum_partials(self.program, found, self._report(value), denominator=partials.valid, label=value)

@@ -2,7 +2,8 @@
 
     linear.forward(program, x, w, b, y, activation="elu")
     linear.backward_dw(program, dy, x, dw, db)
-    linear.backward_dx(program, dy, w, dx, x=x, activation="elu")     # only if somebody wants dx
+    linear.backward_dx(program, dy, w, dx, x=x, activation="elu")             # only if somebody wants dx
+    linear.backward_dx(program, [dy1, dy2], [w1, w2], dx, scales=[None, s])   # layers that read the same x
 
 Matrices are row-major float32 with any row stride: x [m, k], w [n, k], b [n], y [m, n]. The input may be a
 pair of tensors, read side by side as the columns of one matrix. `dy` holds the gradient before the layer's
@@ -10,7 +11,11 @@ activation (whoever writes a gradient into a tensor multiplies it by the slope o
 tensor), so `backward_dx` is given the activation of x, the layer's input, and not the layer's own. A gradient
 that must not flow is simply not asked for. Results overwrite, or with `accumulate=True` add to what is there.
 
-Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, sizes) alone.
+`program.precision` says how products are computed: `fp32`; or `tf32` or `bf16`, where both operands of every product
+are rounded to nearest and multiplied on the tensor cores. Memory, sums, biases, bias gradients and activations are
+float32 in all of them.
+
+Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, precision, sizes) alone.
 
 Source: gradients of an affine layer as in Goodfellow, Bengio & Courville 2016, "Deep Learning", section 6.5;
 register and shared-memory tiles after Volkov & Demmel 2008, "Benchmarking GPUs to tune dense linear algebra".
@@ -18,17 +23,15 @@ register and shared-memory tiles after Volkov & Demmel 2008, "Benchmarking GPUs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
-
-if TYPE_CHECKING:
-    from fxengine.driver import Target
+from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile
 
 Activation: TypeAlias = Literal["none", "elu", "relu", "tanh"]
 Input: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
@@ -36,106 +39,30 @@ Input: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 #: Codes of enum FxActivation in fx.cuh.
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "elu": 1, "relu": 2, "tanh": 3}
 
-# A weight gradient is cut into one of these numbers of slices, none shorter than so many rows: shorter ones would cost
-# more in partial results than they gain.
-_SLICES = (1, 2, 4, 8, 16, 32, 64)
-_SLICE_ROWS = 256
+#: Layers whose input gradients one record of `backward_dx` can add up (array fields of struct LinearDx).
+SOURCES = 16
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Outputs of one block, and what the choice among tiles has to know.
-
-    Attributes:
-        rows: height in outputs.
-        columns: width in outputs.
-        depth: elements of the sum per shared-memory stage.
-        rate: multiply-adds per clock and multiprocessor that the tile sustains.
-        latency: clocks that a block needs besides them (first loads, adding the groups, storing).
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    rate: int
-    latency: int
-
-    def count(self, rows: int, *columns: int) -> int:
-        """Blocks for `rows` x each of `columns` (parts that may not share a tile)."""
-        return _ceil(rows, self.rows) * sum(_ceil(c, self.columns) for c in columns)
-
-
-#: The tile shapes that the kernels exist for.
-TILES: dict[str, Tile] = {
-    "128x128": Tile(128, 128, 16, rate=90, latency=3000),
-    "64x64": Tile(64, 64, 32, rate=72, latency=2200),
-    "32x32": Tile(32, 32, 64, rate=48, latency=1700),
-    "16x32": Tile(16, 32, 64, rate=36, latency=1500),
-    "16x16": Tile(16, 16, 128, rate=26, latency=1400),
-}
-
-
-def choose_tile(target: Target, rows: int, columns: int, depth: int) -> str:
-    """Name of the tile with the smallest estimated time for `rows` x `columns` sums of `depth` terms.
-
-    A pure function of its arguments.
-    """
-    return min(TILES, key=lambda name: _cost(target, TILES[name], rows, (columns,), depth))
-
-
-def choose_dw(
-    target: Target, rows: int, columns: tuple[int, ...], depth: int, tile: str | None = None
-) -> tuple[str, int]:
-    """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
-
-    Weight gradients share one launch, so each is given an eighth of the device, which favours tiles that waste no
-    work over tiles that finish soon.
-    """
-    slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
-    choices = [
-        (name, s)
-        for name in (TILES if tile is None else [tile])
-        for s in slices
-        if s == 1 or TILES[name].count(rows, *columns) < 2 * target.sm_count  # else the outputs fill the device alone
-    ]
-    return min(choices, key=lambda c: _cost(target, TILES[c[0]], rows, columns, depth, slices=c[1], share=8))
-
-
-def _cost(
-    target: Target, tile: Tile, rows: int, columns: tuple[int, ...], depth: int, *, slices: int = 1, share: int = 1
-) -> float:
-    """Estimated time: of a GPU in clocks, of the simulated device (one block after another) in nanoseconds."""
-    tiles = tile.count(rows, *columns)
-    terms = _ceil(depth, slices)
-    work = tile.rows * tile.columns * terms
-    if target.kind == "sim":
-        return tiles * (20_000 + 3_500 * _ceil(depth, tile.depth) + work / 8)
-    block = tile.latency + work / tile.rate
-    merge = 1_500 + slices * tile.rows * tile.columns / 16 if slices > 1 else 0.0
-    return (tiles * slices * block + tiles * merge) * share / target.sm_count + block + merge
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
+_OLDEST_TENSOR_ARCH = 80  # mma.sync of tf32 and bf16
 
 
 def _families(
     kind: str, struct: str, tiles: Callable[[Tile, Mapping[str, Any]], int], *, late: bool = False
-) -> dict[str, Family]:
-    def family(name: str, tile: Tile) -> Family:
+) -> dict[str, dict[str, Family]]:
+    def family(precision: str, name: str, tile: Tile) -> Family:
+        stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
         return Family(
-            f"linear_{kind}_{name}",
-            source=f"linear_{kind}.cu",
-            kernel=f"fx_linear_{kind}_{name}",
+            f"{stem}_{name}",
+            source=f"{stem}.cu",
+            kernel=f"fx_{stem}_{name}",
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
             late=late,
         )
 
-    return {name: family(name, tile) for name, tile in TILES.items()}
+    return {mode: {name: family(mode, name, tile) for name, tile in of.items()} for mode, of in TILES.items()}
 
 
-#: Kernel families by tile name. Weight gradients are late: only the optimizer waits for them.
+#: Kernel families by precision and tile name. Weight gradients are late: only the optimizer waits for them.
 FORWARD = _families("forward", "LinearForward", lambda t, f: t.count(f["m"], f["n"]))
 DX = _families("dx", "LinearDx", lambda t, f: t.count(f["m"], f["k"]))
 DW = _families("dw", "LinearDw", lambda t, f: t.count(f["n"], f["k"], f["k2"]) * f["slices"], late=True)
@@ -164,7 +91,7 @@ def forward(
         activation: applied to the result; "none" if `accumulate`.
         accumulate: add to y instead of overwriting it.
         label: name of the record (default: y's name).
-        tile: a key of `TILES` (default: `choose_tile`).
+        tile: a key of `TILES[program.precision]` (default: `choose_tile`).
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -192,85 +119,84 @@ def forward(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    name = _tile(label, tile) or choose_tile(program.target, m, n, k)
+    mode = _precision(label, program)
+    name = _tile(label, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
     reads = [x1, x2, w, b, y if accumulate else None]
-    return program.launch(FORWARD[name], fields, reads=reads, writes=[y], label=label)
+    return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
 
 
 def backward_dx(
     program: Program,
-    dy: Input,
-    w: Input,
+    dy: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor],
     dx: Tensor,
     *,
     x: Tensor | None = None,
     activation: Activation = "none",
     scale: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
     accumulate: bool = False,
     label: str | None = None,
     tile: str | None = None,
 ) -> Launch:
-    """Append dx = scale * slope(x) * (dy w), or dx += the same.
+    """Append dx = slope(x) * sum_i scale_i (dy_i w_i), or dx += the same; sources are added in order.
 
     Args:
         program: where the record goes.
-        dy: [m, n], the gradient before the layer's activation; or a pair [m, n1], [m, n2] of two layers that
-            read the same x: their gradients are added.
-        w: [n, k], or a pair [n1, k], [n2, k]. For one part of a two-part input pass the part's columns
+        dy: [m, n], the gradient before the layer's activation; or a sequence of up to `SOURCES` of them, [m, n_i],
+            of layers that read the same x: their gradients are added.
+        w: [n, k], or a sequence of [n_i, k]. For one part of a two-part input pass the part's columns
             (`w.columns(start, stop)`).
-        dx: [m, k], the gradient before the activation that made x; must not overlap dy.
-        x: [m, k], the layer's input; read (and needed) only if `activation` is not "none".
+        dx: [m, k], the gradient before the activation that made x; must not overlap any dy.
+        x: [m, k], the layers' input; read (and needed) only if `activation` is not "none".
         activation: the one that made x.
-        scale: one float on the device that multiplies the result; 0 gives an exact 0 even for a NaN gradient.
+        scale: one float on the device that multiplies every source.
+        scales: instead of `scale`: of each source one float on the device, or None for 1. A source whose scale is 0
+            adds an exact 0, even if its gradient holds NaN.
         accumulate: add to dx instead of overwriting it.
         label: name of the record (default: dx's name).
-        tile: a key of `TILES` (default: `choose_tile`).
+        tile: a key of `TILES[program.precision]` (default: `choose_tile`).
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
     """
     label = label or dx.name
-    dy1, dy2 = _pair(dy)
-    w1, w2 = _pair(w)
     m, k = _matrix(label, "dx", dx)
-    if (dy2 is None) != (w2 is None):
-        raise ProgramError(
-            f"linear '{label}': dy is {_shapes(dy1, dy2)} but w is {_shapes(w1, w2)}; "
-            "give one of each or a pair of each"
-        )
-    total = 0
-    for suffix, dy_i, w_i in (("", dy1, w1), ("2", dy2, w2)):
-        if dy_i is not None and w_i is not None:
-            n = _matrix(label, f"dy{suffix}", dy_i)[1]
-            total += n
-            _expect(label, f"dy{suffix}", dy_i, (m, n), f"dx is {_shape(dx)}")
-            _expect(label, f"w{suffix}", w_i, (n, k), f"dy{suffix} is {_shape(dy_i)} and dx is {_shape(dx)}")
+    sources = _sources(label, dy, w, scale, scales)
+    widths = []
+    for i, (dy_i, w_i, scale_i) in enumerate(sources):
+        suffix = f"[{i}]" if len(sources) > 1 else ""
+        n = _matrix(label, f"dy{suffix}", dy_i)[1]
+        _expect(label, f"dy{suffix}", dy_i, (m, n), f"dx is {_shape(dx)}")
+        _expect(label, f"w{suffix}", w_i, (n, k), f"dy{suffix} is {_shape(dy_i)} and dx is {_shape(dx)}")
+        _expect(label, f"scale{suffix}", scale_i, (1,), "it is read as one number")
+        _separate(label, "dx", dx, **{f"dy{suffix}": dy_i})
+        widths.append(n)
     code = _activation(label, activation)
     if code and x is None:
         raise ProgramError(f"linear '{label}': activation={activation!r} is the one that made x; pass x as well")
     _expect(label, "x", x, (m, k), f"dx is {_shape(dx)}")
     if not code:
         x = None
-    _expect(label, "scale", scale, (1,), "it is read as one number")
-    _separate(label, "dx", dx, dy=dy1, dy2=dy2)
     fields = {
-        **_operand("dy", dy1),
-        **_operand("w", w1),
-        **_operand("dy2", dy2),
-        **_operand("w2", w2),
+        "dy": [dy_i for dy_i, _, _ in sources],
+        "w": [w_i for _, w_i, _ in sources],
+        "scale": [0 if scale_i is None else scale_i for _, _, scale_i in sources],
+        "lddy": [dy_i.ld for dy_i, _, _ in sources],
+        "ldw": [w_i.ld for _, w_i, _ in sources],
+        "n": widths,
+        "sources": len(sources),
         **_operand("x", x),
-        "scale": 0 if scale is None else scale,
         **_operand("dx", dx),
         "m": m,
-        "n": dy1.shape[1],
-        "n2": total - dy1.shape[1],
         "k": k,
         "activation": code,
         "accumulate": int(accumulate),
     }
-    name = _tile(label, tile) or choose_tile(program.target, m, k, total)
-    reads = [dy1, dy2, w1, w2, x, scale, dx if accumulate else None]
-    return program.launch(DX[name], fields, reads=reads, writes=[dx], label=label)
+    mode = _precision(label, program)
+    name = _tile(label, mode, tile) or choose_tile(program.target, m, k, sum(widths), precision=mode)
+    reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
+    return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
 
 
 def backward_dw(
@@ -298,7 +224,7 @@ def backward_dw(
         db: [n], or None.
         accumulate: add to dw and db instead of overwriting them.
         label: name of the record (default: dw's name).
-        tile: a key of `TILES` (default: `choose_dw`).
+        tile: a key of `TILES[program.precision]` (default: `choose_dw`).
         slices: number of slices (default: `choose_dw`).
 
     Raises:
@@ -312,11 +238,12 @@ def backward_dw(
     _expect(label, "db", db, (n,), f"dy is {_shape(dy)}")
     _separate(label, "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
-    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, tile))
+    mode = _precision(label, program)
+    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, mode, tile), precision=mode)
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
-    shape = TILES[name]
+    shape = TILES[mode][name]
     partial = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)
@@ -341,7 +268,8 @@ def backward_dw(
         "accumulate": int(accumulate),
     }
     before = [dw, db] if accumulate else []
-    return program.launch(DW[name], fields, reads=[dy, x1, x2, *before], writes=[dw, db, partial, arrived], label=label)
+    writes = [dw, db, partial, arrived]
+    return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
 
 
 # -- references ---------------------------------------------------------------------------------------------
@@ -369,7 +297,7 @@ def reference_dx(
     activation: Activation = "none",
     scale: float = 1.0,
 ) -> NDArray[np.float64]:
-    """scale * slope(x) * (dy w) in float64; exactly 0 if the scale is 0. For two layers add two results."""
+    """scale * slope(x) * (dy w) in float64; exactly 0 if the scale is 0. For more sources add the results."""
     if scale == 0:
         return np.zeros((_wide(dy).shape[0], _wide(w).shape[1]))
     dx = _wide(dy) @ _wide(w)
@@ -387,6 +315,27 @@ def reference_dw(dy: ArrayLike, x: ArrayLike) -> tuple[NDArray[np.float64], NDAr
     return _wide(dy).T @ _wide(x), _wide(dy).sum(axis=0)
 
 
+def reference_rounded(x: ArrayLike, precision: str) -> NDArray[np.float64]:
+    """The float32 array x as a product in that precision reads it.
+
+    tf32 keeps 10 bits of the fraction, rounding ties away from zero (cvt.rna); bf16 keeps 7, ties to even; fp32 all.
+
+    Raises:
+        ValueError: no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r}: expected one of {PRECISIONS}")
+    values = np.asarray(x, np.float32)
+    if precision == "fp32":
+        return _wide(values)
+    bits = values.view(np.uint32)
+    if precision == "tf32":
+        bits = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    else:
+        bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(values), _wide(bits.view(np.float32)), _wide(values))
+
+
 def _wide(a: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(a, dtype=np.float64)
 
@@ -398,12 +347,38 @@ def _pair(x: Input) -> tuple[Tensor, Tensor | None]:
     return (x[0], x[1]) if isinstance(x, tuple) else (x, None)
 
 
+def _sources(
+    label: str,
+    dy: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor],
+    scale: Tensor | None,
+    scales: Sequence[Tensor | None] | None,
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """(dy, w, scale) of each source."""
+    dys = [dy] if isinstance(dy, Tensor) else list(dy)
+    ws = [w] if isinstance(w, Tensor) else list(w)
+    if scale is not None and scales is not None:
+        raise ProgramError(f"linear '{label}': scale and scales are both given; give the one or the other")
+    factors = [scale] * len(dys) if scales is None else list(scales)
+    if not len(dys) == len(ws) == len(factors):
+        raise ProgramError(
+            f"linear '{label}': {len(dys)} dy ({_shapes(*dys)}), {len(ws)} w ({_shapes(*ws)}) and {len(factors)} "
+            "scales; give one of each for every source"
+        )
+    if not 1 <= len(dys) <= SOURCES:
+        raise ProgramError(
+            f"linear '{label}': {len(dys)} sources, expected 1 to {SOURCES}; give the others to a record of their own "
+            "with accumulate=True"
+        )
+    return list(zip(dys, ws, factors, strict=True))
+
+
 def _shape(t: Tensor) -> str:
     return f"'{t.name}' {list(t.shape)}"
 
 
-def _shapes(first: Tensor, second: Tensor | None) -> str:
-    return _shape(first) if second is None else f"{_shape(first)} beside {_shape(second)}"
+def _shapes(*tensors: Tensor | None) -> str:
+    return " beside ".join(_shape(t) for t in tensors if t is not None)
 
 
 def _matrix(label: str, role: str, t: Tensor) -> tuple[int, int]:
@@ -440,9 +415,21 @@ def _activation(label: str, activation: str) -> int:
     return ACTIVATION_CODES[activation]
 
 
-def _tile(label: str, tile: str | None) -> str | None:
-    if tile is not None and tile not in TILES:
-        raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(TILES)}")
+def _precision(label: str, program: Program) -> str:
+    mode, arch = program.precision, program.target.arch
+    if mode not in PRECISIONS:
+        raise ProgramError(f"linear '{label}': unknown precision {mode!r}, expected one of {list(PRECISIONS)}")
+    number = re.match(r"sm_(\d+)", arch)
+    if mode != "fp32" and number and int(number[1]) < _OLDEST_TENSOR_ARCH:
+        raise ProgramError(
+            f"linear '{label}': precision {mode!r} needs an sm_{_OLDEST_TENSOR_ARCH} or newer, not {arch}; use 'fp32'"
+        )
+    return mode
+
+
+def _tile(label: str, mode: str, tile: str | None) -> str | None:
+    if tile is not None and tile not in TILES[mode]:
+        raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(TILES[mode])} in {mode}")
     return tile
 
 

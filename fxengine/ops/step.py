@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fxengine.graphs import Family, Program, Tensor
+from fxengine.graphs import CONSTANTS, Family, Program, Tensor
 
 #: Places of the counters.
 REPLAYS, ADAM_STEP, SKIPPED, SEED = range(4)
@@ -36,14 +36,16 @@ class Guard(Protocol):
 
 @dataclass(frozen=True)
 class Sum:
-    """A reported value that the closing record adds up: sum(partials) / (divisor * max(1, denominator)).
+    """A reported value that the closing record adds up: target = sum(partials) / (divisor * max(1, denominator)).
 
     Attributes:
+        target: one float of the telemetry values.
         partials: float64 or int32 [n].
         denominator: int32 [1], such as the number of valid rows; None for 1.
         divisor: constant part of the denominator, such as a batch size.
     """
 
+    target: Tensor
     partials: Tensor
     denominator: Tensor | None = None
     divisor: float = 1.0
@@ -68,6 +70,8 @@ def end(
     head: Tensor,
     guard: Guard | None = None,
     sums: Sequence[Sum] = (),
+    signals: Tensor | None = None,
+    mirrored: Sequence[int] = (),
     after: Sequence[Tensor] = (),
     label: str = "end",
 ) -> None:
@@ -78,11 +82,13 @@ def end(
         values: float32 [n], copied behind the row's header.
         counters: uint64 [4].
         ring: [rows, row bytes] in mapped memory, uint8 or uint64; row bytes a multiple of 8. Replay number s, counted
-            from 1, writes row (s - 1) % rows: sequence s, t, skipped, group mask (uint64 each), the values, the sums.
+            from 1, writes row (s - 1) % rows: sequence s, t, skipped, group mask (uint64 each), values, mirrored slots.
             The sequence is 0 while the row is being written.
         head: uint64 [1] in mapped memory: sequence of the newest complete row.
         guard: what the optimizer's non-finite guard wrote. None: the program has no optimizer, and t stands.
-        sums: further values of the row, added up here; at most 32.
+        sums: values that are added up here; at most 32.
+        signals: float32 [slots], the snapshot; needed by `mirrored`.
+        mirrored: slots of the snapshot that the row ends with.
         after: tensors that must be complete before the row says that the replay has finished.
         label: shown in tables.
 
@@ -97,7 +103,12 @@ def end(
             raise ValueError(
                 f"'{label}': partials must be float64 or int32 [n], got {item.partials.dtype} {item.partials.shape}"
             )
-    needed = HEADER_BYTES + 4 * (values.size + len(sums))
+        if item.target.storage is not values.storage or not 0 <= _place(item, values) < values.size:
+            raise ValueError(f"'{label}': {item.target} is none of the values that are reported")
+    if mirrored and (signals is None or not 0 <= min(mirrored) <= max(mirrored) < signals.size):
+        raise ValueError(f"'{label}': slots {list(mirrored)} cannot be mirrored from {signals}")
+    total = values.size + len(mirrored)
+    needed = HEADER_BYTES + 4 * total
     row_bytes = ring.ld * ring.dtype.itemsize
     if values.dtype != np.float32 or not values.contiguous or head.dtype != np.uint64:
         raise ValueError(
@@ -105,9 +116,13 @@ def end(
         )
     if len(ring.shape) != 2 or row_bytes % 8 or row_bytes < needed:
         raise ValueError(
-            f"'{label}': a row of {values.size + len(sums)} values needs {needed} bytes, in a multiple of 8 per row; "
+            f"'{label}': a row of {total} values needs {needed} bytes, in a multiple of 8 per row; "
             f"ring is {ring.dtype} {ring.shape} with {row_bytes}"
         )
+    slots = None
+    if mirrored:
+        chosen = np.array(mirrored, np.int32)
+        slots = program.tensor(f"{label}.slots", chosen.shape, np.int32, arena=CONSTANTS, data=chosen)
     skip, group_mask = (None, None) if guard is None else (guard.skip, guard.group_mask)
     program.launch(
         END,
@@ -123,18 +138,26 @@ def end(
             "denominators": [s.denominator or 0 for s in sums],
             "divisors": [s.divisor for s in sums],
             "lengths": [s.partials.size for s in sums],
+            "targets": [_place(s, values) for s in sums],
             "sums": len(sums),
+            "signals": signals or 0,
+            "slots": slots or 0,
+            "mirrored": len(mirrored),
             "n": values.size,
             "row_words": row_bytes // 8,
             "rows": ring.shape[0],
         },
         reads=[
-            *(values, counters, skip, group_mask, *after),
+            *(values, counters, skip, group_mask, signals, slots, *after),
             *(t for item in sums for t in (item.partials, item.denominator)),
         ],
-        writes=[counters, ring, head],
+        writes=[counters, ring, head, *(s.target for s in sums)],
         label=label,
     )
+
+
+def _place(item: Sum, values: Tensor) -> int:
+    return item.target.offset - values.offset
 
 
 def _check_counters(counters: Tensor, label: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fxengine.driver import Buffer
 from fxengine.graphs import Program, Tensor
 
 #: Tensors start at multiples of so many floats (16 bytes), so that aligned ones can be read in 16-byte pieces.
@@ -63,23 +62,14 @@ class ParamGroup:
         name: group name; signals `lr.<name>` and `clip.<name>` belong to it.
         index: index of the group in the signal map (0..15).
         specs: its tensors, in order.
-        shared: buffers of another step to use instead of new ones, by tensor name.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        name: str,
-        index: int,
-        specs: Sequence[ParamSpec],
-        *,
-        shared: Mapping[str, Buffer] | None = None,
-    ) -> None:
+    def __init__(self, program: Program, name: str, index: int, specs: Sequence[ParamSpec]) -> None:
         self.name = name
         self.index = index
         offsets, self.size = _layout(specs)
         self.params, self.grads, self.m, self.v = (
-            program.declare(f"{arena}.{name}", (self.size,), np.float32, arena=arena, shared=shared or {})
+            program.tensor(f"{arena}.{name}", (self.size,), np.float32, arena=arena)
             for arena in ("params", "grads", "adam_m", "adam_v")
         )
         self.parameters = tuple(

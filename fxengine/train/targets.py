@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.driver import Buffer
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.train.groups import ParamGroup
 
@@ -39,14 +38,11 @@ class TargetGroup:
     Args:
         program: where the buffer `targets.<group>` is declared, in the arena `targets`.
         group: the group that it follows.
-        shared: buffers of another step to use instead of a new one, by tensor name.
     """
 
-    def __init__(self, program: Program, group: ParamGroup, *, shared: Mapping[str, Buffer] | None = None) -> None:
+    def __init__(self, program: Program, group: ParamGroup) -> None:
         self.group = group
-        self.values = program.declare(
-            f"targets.{group.name}", (group.size,), np.float32, arena="targets", shared=shared or {}
-        )
+        self.values = program.tensor(f"targets.{group.name}", (group.size,), arena="targets")
         self._views = {
             p.name: self.values.flat(p.offset, p.offset + math.prod(p.shape)).reshape(*p.shape)
             for p in group.parameters

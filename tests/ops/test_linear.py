@@ -19,20 +19,24 @@ from tests.support import assert_close
 
 Array = NDArray[np.float32]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "elu", "relu", "tanh")
-TILES = list(linear.TILES)
+TILES = [(precision, tile) for precision, tiles in linear.TILES.items() for tile in tiles]
 
 
 class Bench:
     """A program under test: matrices with NaN in every gap, run with guard words, and read back with their gaps."""
 
-    def __init__(self, device: Device, seed: int = 0) -> None:
+    def __init__(self, device: Device, precision: str = "fp32", seed: int = 0) -> None:
         self.device = device
-        self.program = Program(device.target)
+        self.program = Program(device.target, precision)
         self.random = np.random.default_rng(seed)
         self.count = 0
 
     def draw(self, *shape: int) -> Array:
         return self.random.uniform(-1, 1, shape).astype(np.float32)
+
+    def rounded(self, values: Array) -> NDArray[np.float64]:
+        """As products read them."""
+        return linear.reference_rounded(values, self.program.precision)
 
     def matrix(self, values: Array, *, lead: int = 0, pad: int = 3) -> Tensor:
         """A matrix with `lead` columns of NaN before it and `pad` after it."""
@@ -110,33 +114,41 @@ def add_forward(
         y,
         **options,
     )
-    expected = linear.reference_forward(x, w, b, activation=options.get("activation", "none"))
+    expected = linear.reference_forward(
+        bench.rounded(x), bench.rounded(w), b, activation=options.get("activation", "none")
+    )
     return y, expected + before if accumulate else expected, k + k2
 
 
 def add_dx(
-    bench: Bench, m: int, n: int, k: int, n2: int = 0, *, lead: int = 0, pad: int = 3, **options: Any
+    bench: Bench, m: int, n: int, k: int, *others: int, lead: int = 0, pad: int = 3, **options: Any
 ) -> tuple[Tensor, NDArray[np.float64], int]:
-    factor = options.pop("factor", None)
-    dy, w, x, before = bench.draw(m, n + n2), bench.draw(n + n2, k), bench.draw(m, k), bench.draw(m, k)
-    first = (bench.matrix(dy[:, :n], lead=lead, pad=pad), bench.matrix(w[:n], lead=lead, pad=pad))
-    second = (
-        (bench.matrix(dy[:, n:], lead=lead + 1, pad=pad), bench.matrix(w[n:], lead=lead, pad=pad + 2)) if n2 else None
-    )
+    """One source of width n, and one of every width of `others` that is not 0; `factors` are their scales."""
+    widths = [n, *(other for other in others if other)]
+    factors = options.pop("factors", None) or [None] * len(widths)
+    x, before = bench.draw(m, k), bench.draw(m, k)
     activation = options.get("activation", "none")
     accumulate = options.get("accumulate", False)
+    expected = before.astype(np.float64) if accumulate else np.zeros((m, k))
+    dys, ws, scales = [], [], []
+    for i, (width, factor) in enumerate(zip(widths, factors, strict=True)):
+        dy, w = bench.draw(m, width), bench.draw(width, k)
+        dys.append(bench.matrix(dy, lead=lead + i % 2, pad=pad))
+        ws.append(bench.matrix(w, lead=lead, pad=pad + 2 * (i % 2)))
+        scales.append(None if factor is None else bench.vector(np.array([factor], np.float32), lead=lead))
+        scaled = dy if factor is None else np.float32(factor) * dy
+        expected += linear.reference_dx(bench.rounded(scaled), bench.rounded(w), x=x, activation=activation)
     dx = bench.matrix(before, lead=lead, pad=pad) if accumulate else bench.result(m, k, lead=lead, pad=pad)
     linear.backward_dx(
         bench.program,
-        (first[0], second[0]) if second else first[0],
-        (first[1], second[1]) if second else first[1],
+        dys if len(dys) > 1 else dys[0],
+        ws if len(ws) > 1 else ws[0],
         dx,
         x=None if activation == "none" else bench.matrix(x, lead=lead, pad=pad),
-        scale=None if factor is None else bench.vector(np.array([factor], np.float32), lead=lead),
+        scales=scales,
         **options,
     )
-    expected = linear.reference_dx(dy, w, x=x, activation=activation, scale=1.0 if factor is None else factor)
-    return dx, expected + before if accumulate else expected, n + n2
+    return dx, expected, sum(widths)
 
 
 def add_dw(
@@ -160,7 +172,7 @@ def add_dw(
         db,
         **options,
     )
-    want_w, want_b = linear.reference_dw(dy, x)
+    want_w, want_b = linear.reference_dw(bench.rounded(dy), bench.rounded(x))[0], dy.astype(np.float64).sum(axis=0)
     if accumulate:
         want_w, want_b = want_w + before_w, want_b + before_b
     found = [(dw, want_w, m)]
@@ -176,10 +188,10 @@ def verify(bench: Bench, expected: list[tuple[Tensor, NDArray[np.float64], int]]
 # -- every option on every tile ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_forward_options(device: Device, tile: str) -> None:
-    bench = Bench(device)
-    shape = linear.TILES[tile]
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_forward_options(device: Device, precision: str, tile: str) -> None:
+    bench = Bench(device, precision)
+    shape = linear.TILES[precision][tile]
     m, n, k = shape.rows + 3, shape.columns + 5, shape.depth + 7
     expected = [
         add_forward(bench, m, n, k, k2, bias=bias, activation=activation, tile=tile)
@@ -192,24 +204,35 @@ def test_forward_options(device: Device, tile: str) -> None:
     verify(bench, expected)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_dx_options(device: Device, tile: str) -> None:
-    bench = Bench(device)
-    shape = linear.TILES[tile]
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_dx_options(device: Device, precision: str, tile: str) -> None:
+    bench = Bench(device, precision)
+    shape = linear.TILES[precision][tile]
     m, n, k = shape.rows + 3, shape.depth + 7, shape.columns + 5
     verify(
         bench,
         [
-            add_dx(bench, m, n, k, n2, activation=activation, accumulate=accumulate, factor=factor, tile=tile)
-            for n2, activation, accumulate, factor in itertools.product((0, 9), ACTIVATIONS, (False, True), (None, 0.5))
+            add_dx(bench, m, n, k, *others, activation=activation, accumulate=accumulate, factors=factors, tile=tile)
+            for activation, accumulate in itertools.product(ACTIVATIONS, (False, True))
+            for others, factors in (((), None), ((), [0.5]), ((9, 1), [None, 3.0, -0.7]))
         ],
     )
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_dw_options(device: Device, tile: str) -> None:
-    bench = Bench(device)
-    shape = linear.TILES[tile]
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_dx_adds_many_sources(device: Device, precision: str) -> None:
+    """As many heads as a record takes, of all sizes; some of them scaled, one of them off."""
+    bench = Bench(device, precision)
+    widths = [153, 51, 1, 12, 128, 2, 5, 32, 3, 64, 7, 48, 4, 9, 16, 33]
+    factors = [None, 0.1, 0.0, 2.0] * 4
+    assert len(widths) == linear.SOURCES
+    verify(bench, [add_dx(bench, 37, *[widths[0], 50, *widths[1:]], activation="elu", factors=factors)])
+
+
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_dw_options(device: Device, precision: str, tile: str) -> None:
+    bench = Bench(device, precision)
+    shape = linear.TILES[precision][tile]
     m, n, k = 3 * shape.depth + 7, shape.rows + 3, shape.columns + 5
     expected = [
         part
@@ -219,11 +242,11 @@ def test_dw_options(device: Device, tile: str) -> None:
     verify(bench, expected)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_aligned_rows(device: Device, tile: str) -> None:
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_aligned_rows(device: Device, precision: str, tile: str) -> None:
     """Sizes and strides that allow 16-byte accesses, whole tiles only."""
-    bench = Bench(device)
-    shape = linear.TILES[tile]
+    bench = Bench(device, precision)
+    shape = linear.TILES[precision][tile]
     m, n, k = shape.rows, shape.columns, 2 * shape.depth
     expected = [
         add_forward(bench, m, n, k, pad=0, activation="elu", tile=tile),
@@ -239,7 +262,7 @@ def test_aligned_rows(device: Device, tile: str) -> None:
 sizes = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 51, 64, 67, 101, 131, 153]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     m=sizes,
     n=sizes,
@@ -248,13 +271,16 @@ sizes = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 51, 64
     lead=st.integers(0, 4),
     pad=st.integers(0, 5),
     accumulate=st.booleans(),
-    tile=st.sampled_from([None, *TILES]),
+    tile=st.sampled_from([("fp32", None), ("tf32", None), ("bf16", None), *TILES]),
     slices=st.sampled_from([None, 2, 5]),
 )
-@example(1, 1, 1, 0, 0, 0, False, None, None)
-@example(1, 1, 1, 1, 1, 0, True, "128x128", 2)
-@example(2, 300, 1, 0, 0, 1, False, "64x64", None)
-@example(300, 1, 2, 3, 3, 1, True, "32x32", 5)
+@example(1, 1, 1, 0, 0, 0, False, ("fp32", None), None)
+@example(1, 1, 1, 1, 1, 0, True, ("fp32", "128x128"), 2)
+@example(2, 300, 1, 0, 0, 1, False, ("fp32", "64x64"), None)
+@example(300, 1, 2, 3, 3, 1, True, ("fp32", "32x32"), 5)
+@example(1, 1, 1, 1, 1, 0, True, ("tf32", "128x64"), 2)
+@example(2, 300, 1, 0, 0, 1, False, ("bf16", "64x64"), None)
+@example(300, 1, 2, 3, 3, 1, True, ("tf32", "32x32"), 5)
 def test_any_shape(
     device: Device,
     m: int,
@@ -264,11 +290,11 @@ def test_any_shape(
     lead: int,
     pad: int,
     accumulate: bool,
-    tile: str | None,
+    tile: tuple[str, str | None],
     slices: int | None,
 ) -> None:
-    bench = Bench(device, seed=m * 7 + n * 5 + k)
-    same = {"lead": lead, "pad": pad, "accumulate": accumulate, "tile": tile}
+    bench = Bench(device, tile[0], seed=m * 7 + n * 5 + k)
+    same = {"lead": lead, "pad": pad, "accumulate": accumulate, "tile": tile[1]}
     verify(
         bench,
         [
@@ -282,37 +308,47 @@ def test_any_shape(
 # -- promises --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("precision", "tile"), TILES)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_zero_scale_stops_nan(device: Device, tile: str, accumulate: bool) -> None:
-    bench = Bench(device)
+def test_zero_scale_stops_nan(device: Device, precision: str, tile: str, accumulate: bool) -> None:
+    """A source with scale 0 adds an exact 0 whatever it holds; without any other, also where the slope is NaN."""
+    bench = Bench(device, precision)
     m, n, k = 19, 7, 21
-    dy = bench.draw(m, n)
+    dy, y = bench.draw(m, n), bench.draw(m, k)
     dy[3, 2], dy[4, 1], dy[18, 6] = np.nan, np.inf, -np.inf
+    y[0, 0] = np.nan
     before = bench.draw(m, k)
-    w, x = bench.matrix(bench.draw(n, k)), bench.matrix(bench.draw(m, k))
+    bad, good = bench.matrix(dy), bench.matrix(bench.draw(m, 5))
+    w_bad, w_good, x = bench.matrix(bench.draw(n, k)), bench.matrix(bench.draw(5, k)), bench.matrix(y)
+    zero, one = (bench.vector(np.array([factor], np.float32)) for factor in (0.0, 1.0))
     found = []
-    for factor in (0.0, 1.0):
+    for dys, ws, scales in (
+        (bad, w_bad, [zero]),
+        (bad, w_bad, [one]),
+        ([bad, good, bad], [w_bad, w_good, w_bad], [zero, None, zero]),
+        (good, w_good, [None]),
+    ):
         dx = bench.matrix(before) if accumulate else bench.result(m, k)
-        scale = bench.vector(np.array([factor], np.float32))
         linear.backward_dx(
-            bench.program, bench.matrix(dy), w, dx, x=x, activation="elu", scale=scale, accumulate=accumulate, tile=tile
+            bench.program, dys, ws, dx, x=x, activation="elu", scales=scales, accumulate=accumulate, tile=tile
         )
         found.append(dx)
     with bench.run() as plan:
-        stopped, passed = (read(plan, dx) for dx in found)
+        stopped, passed, mixed, alone = (read(plan, dx) for dx in found)
     np.testing.assert_array_equal(stopped, before if accumulate else np.zeros_like(before))
     assert not np.signbit(stopped).any() or accumulate
-    assert set(np.flatnonzero(~np.isfinite(passed).all(axis=1))) == {3, 4, 18}
+    assert set(np.flatnonzero(~np.isfinite(passed).all(axis=1))) == {0, 3, 4, 18}
+    np.testing.assert_array_equal(mixed, alone)
+    assert set(np.argwhere(np.isnan(alone)).flatten()) == {0}
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_nan_reaches_its_own_outputs_only(device: Device, tile: str) -> None:
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_nan_reaches_its_own_outputs_only(device: Device, precision: str, tile: str) -> None:
     """A NaN in row 5 of x shows in row 5 of y whatever the activation, and nowhere else."""
-    bench = Bench(device)
+    bench = Bench(device, precision)
     m, n, k = 20, 18, 35
     x = bench.draw(m, k)
-    x[5, 33] = np.nan
+    x[5, 33] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # the NaN that CUDA makes: rounding must not carry
     results = []
     for activation in ACTIVATIONS:
         y = bench.result(m, n)
@@ -326,13 +362,13 @@ def test_nan_reaches_its_own_outputs_only(device: Device, tile: str) -> None:
             assert bad[5].all() and bad.sum() == n
 
 
-def _mixed(bench: Bench, which: int | None) -> list[Tensor]:
+def _mixed(bench: Bench, which: int | None, tile: str) -> list[Tensor]:
     """Three records of each kind and different sizes; with `which`, only that one of each is launched."""
     results: list[Tensor] = []
     for i, (m, n, k, second) in enumerate(((70, 37, 130, 0), (5, 66, 9, 7), (33, 33, 65, 1))):
-        scratch = bench if which in (None, i) else Bench(bench.device)
+        scratch = bench if which in (None, i) else Bench(bench.device, bench.program.precision)
         scratch.random = np.random.default_rng(i)
-        common = {"tile": "32x32"}
+        common = {"tile": tile}
         found = [add_forward(scratch, m, n, k, second, activation="elu", **common)]
         found.append(add_dx(scratch, m, n, k, second, activation="elu", **common))
         found += add_dw(scratch, m, n, k, second, slices=2, **common)
@@ -340,10 +376,11 @@ def _mixed(bench: Bench, which: int | None) -> list[Tensor]:
     return results
 
 
-def test_batched_equals_single(device: Device) -> None:
+@pytest.mark.parametrize(("precision", "tile"), [("fp32", "32x32"), ("tf32", "64x64"), ("bf16", "16x32")])
+def test_batched_equals_single(device: Device, precision: str, tile: str) -> None:
     """A launch over several records gives each of them the bits it gets alone; so does a second run."""
-    batch = Bench(device)
-    together = _mixed(batch, None)
+    batch = Bench(device, precision)
+    together = _mixed(batch, None, tile)
     with Plan(batch.program, device) as plan, device.stream() as stream:
         assert len([node for node in plan.nodes if node.family]) == 3
         runs = []
@@ -355,18 +392,19 @@ def test_batched_equals_single(device: Device) -> None:
     assert runs[0] == runs[1]
     alone = []
     for i in range(3):
-        bench = Bench(device)
-        results = _mixed(bench, i)
+        bench = Bench(device, precision)
+        results = _mixed(bench, i, tile)
         with bench.run() as plan:
             alone += [read(plan, t).tobytes() for t in results]
     assert alone == runs[0]
 
 
-def test_alignment_does_not_change_bits(device: Device) -> None:
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_alignment_does_not_change_bits(device: Device, precision: str) -> None:
     """Vector and scalar accesses of the same numbers give the same bits."""
     found = []
     for lead, pad in ((0, 0), (1, 2)):
-        bench = Bench(device, seed=3)
+        bench = Bench(device, precision, seed=3)
         results = [add_forward(bench, 64, 64, 128, lead=lead, pad=pad, tile="64x64")]
         results.append(add_dx(bench, 64, 128, 64, lead=lead, pad=pad, tile="32x32"))
         results += add_dw(bench, 128, 64, 64, lead=lead, pad=pad, tile="16x32", slices=2)
@@ -375,9 +413,10 @@ def test_alignment_does_not_change_bits(device: Device) -> None:
     assert found[0] == found[1]
 
 
-def test_graph_replay_repeats_the_bits(device: Device) -> None:
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_graph_replay_repeats_the_bits(device: Device, precision: str) -> None:
     """A sliced weight gradient leaves its arrival counters at 0 for the next replay."""
-    bench = Bench(device)
+    bench = Bench(device, precision)
     results = [t for t, _, _ in add_dw(bench, 200, 37, 50, 3, tile="16x16", slices=3)]
     with Plan(bench.program, device) as plan, device.stream() as stream:
         plan.run(stream=stream)
@@ -391,14 +430,14 @@ def test_graph_replay_repeats_the_bits(device: Device) -> None:
                 assert [read(plan, t).tobytes() for t in results] == first
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_any_order_of_threads_gives_the_same_bits(device: Device, tile: str) -> None:
+@pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str, tile: str) -> None:
     """A missing barrier, or a sum in order of arrival, would show when threads and blocks run in another order."""
     if device.kind != "sim":
         pytest.skip("only the simulated device can choose the order of threads")
     simulator = device.driver.raw
-    bench = Bench(device)
-    shape = linear.TILES[tile]
+    bench = Bench(device, precision)
+    shape = linear.TILES[precision][tile]
     m, n, k = shape.rows + 1, shape.columns + 1, 2 * shape.depth + 3
     results = [add_forward(bench, m, n, k, 5, tile=tile), add_dx(bench, m, k, n, 5, tile=tile)]
     results += add_dw(bench, k, m, n, 5, tile=tile) + add_dw(bench, k, m, n, 5, slices=3, tile=tile)
@@ -419,20 +458,23 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, tile: str) -> 
 # -- choice of tiles -------------------------------------------------------------------------------------------------
 
 
-def test_tile_choice_follows_the_size() -> None:
-    h200 = Target.of("sm_90")
-    small = linear.choose_tile(h200, 64, 256, 256)
-    assert linear.TILES[small].rows * linear.TILES[small].columns <= 16 * 32
-    assert linear.choose_tile(h200, 131_072, 256, 64) == "128x128"
-    assert linear.choose_tile(Target.of("sim"), 64, 256, 256) in linear.TILES
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_tile_choice_follows_the_size(precision: str) -> None:
+    h200, tiles = Target.of("sm_90"), linear.TILES[precision]
+    small = tiles[linear.choose_tile(h200, 64, 256, 256, precision=precision)]
+    large = tiles[linear.choose_tile(h200, 131_072, 256, 64, precision=precision)]
+    assert small.rows * small.columns <= 16 * 32
+    assert large.rows * large.columns >= 128 * 64
+    assert linear.choose_tile(Target.of("sim"), 64, 256, 256, precision=precision) in tiles
 
 
-def test_only_long_sums_are_cut() -> None:
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_only_long_sums_are_cut(precision: str) -> None:
     h200 = Target.of("sm_90")
-    assert linear.choose_dw(h200, 128, (256,), 256)[1] == 1
-    assert linear.choose_dw(h200, 128, (256,), 131_072)[1] >= 16
-    assert linear.choose_dw(h200, 128, (256, 1), 131_072, tile="32x32")[0] == "32x32"
-    assert linear.choose_dw(h200, 4096, (4096,), 131_072)[1] == 1
+    assert linear.choose_dw(h200, 128, (256,), 256, precision=precision)[1] == 1
+    assert linear.choose_dw(h200, 128, (256,), 131_072, precision=precision)[1] >= 16
+    assert linear.choose_dw(h200, 128, (256, 1), 131_072, tile="32x32", precision=precision)[0] == "32x32"
+    assert linear.choose_dw(h200, 4096, (4096,), 131_072, precision=precision)[1] == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -474,15 +516,15 @@ def _errors() -> list[tuple[str, Any]]:
             lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="gelu"),  # type: ignore[arg-type]
         ),
         (
-            r"unknown tile '8x8'",
+            r"unknown tile '8x8', expected one of \['128x128', .*\] in fp32",
             lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), tile="8x8"),
         ),
         (
-            r"dy is 't0' \[4, 5\] but w is 't1' \[5, 6\] beside 't2' \[5, 6\]; give one of each or a pair of each",
+            r"1 dy \('t0' \[4, 5\]\), 2 w \('t1' \[5, 6\] beside 't2' \[5, 6\]\) and 1 scales; give one of each",
             lambda p: linear.backward_dx(p, t(p, 4, 5), (t(p, 5, 6), t(p, 5, 6)), t(p, 4, 6)),
         ),
         (
-            r"w2 is 't3' \[3, 6\], expected \[2, 6\]: dy2 is 't1' \[4, 2\]",
+            r"w\[1\] is 't3' \[3, 6\], expected \[2, 6\]: dy\[1\] is 't1' \[4, 2\]",
             lambda p: linear.backward_dx(p, (t(p, 4, 5), t(p, 4, 2)), (t(p, 5, 6), t(p, 3, 6)), t(p, 4, 6)),
         ),
         (
@@ -492,6 +534,22 @@ def _errors() -> list[tuple[str, Any]]:
         (
             r"scale is 't3' \[2\], expected \[1\]",
             lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 2)),
+        ),
+        (
+            r"17 sources, expected 1 to 16; give the others to a record of their own",
+            lambda p: linear.backward_dx(p, [t(p, 4, 5)] * 17, [t(p, 5, 6)] * 17, t(p, 4, 6)),
+        ),
+        (
+            r"1 dy .* 1 w .* and 2 scales; give one of each for every source",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scales=[None, None]),
+        ),
+        (
+            r"scale and scales are both given",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 1), scales=[None]),
+        ),
+        (
+            r"dx 't1' \[4, 5\] overlaps dy\[1\] 't1' \[4, 5\]",
+            lambda p: (lambda dx: linear.backward_dx(p, [t(p, 4, 5), dx], [t(p, 5, 5), t(p, 5, 5)], dx))(t(p, 4, 5)),
         ),
         (
             r"slices=0, expected at least 1",

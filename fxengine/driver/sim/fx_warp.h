@@ -1,4 +1,4 @@
-// Barriers, warp operations and atomics of the simulated device, on the primitives of fx_sim.h.
+// Barriers, warp operations, tensor-core products and atomics of the simulated device, on the primitives of fx_sim.h.
 #pragma once
 
 #include "fx_sim.h"
@@ -114,6 +114,88 @@ FX_SIM_INLINE unsigned source_down(unsigned delta, int width) {
 FX_SIM_INLINE unsigned source_xor(int bits, int width) {
     const unsigned lane = lane_index(), w = static_cast<unsigned>(width), other = lane ^ static_cast<unsigned>(bits);
     return other >= (lane & ~(w - 1u)) + w ? lane : other;
+}
+
+// -- tensor cores ---------------------------------------------------------------------------------------------------
+
+// tf32: round to nearest, ties away from zero; NaN stays NaN. bf16: round to nearest even, in the low 16 bits.
+FX_SIM_INLINE unsigned tf32(float x) {
+    unsigned bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffe000u : (bits + 0x1000u) & 0xffffe000u;
+}
+FX_SIM_INLINE unsigned bf16(float x) {
+    unsigned bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+// What a tensor core reads of a word (fragments: mma.cuh): of tf32 the upper 19 bits, so that a number that was not
+// rounded before is truncated here as it is there.
+template <int WORD>
+FX_SIM_INLINE void words(float* to, unsigned word) {
+    const unsigned halves[2] = {WORD == 1 ? word & 0xffffe000u : word << 16, word & 0xffff0000u};
+    __builtin_memcpy(to, halves, WORD * sizeof(float));
+}
+
+template <int STEPS, int M, int N>
+struct Product {
+    float (*sums)[N][4];
+    const unsigned (*a)[STEPS][4];
+    const unsigned (*b)[STEPS][2];
+};
+
+// One warp-wide product for all its fragments: gathered as plain matrices, multiplied (products of rounded operands are
+// exact in float), scattered.
+template <int WORD, int STEPS, int M, int N>
+inline void product(Warp& warp, unsigned lanes) {
+    if (lanes != 0xffffffffu) fx_sim_fail("a tensor-core product needs all lanes of the warp; 0x%08x take part", lanes);
+    constexpr int K = 8 * WORD * STEPS;
+    float a[M * 16][K], b[K][N * 8], c[M * 16][N * 8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const Product<STEPS, M, N>& own = *static_cast<Product<STEPS, M, N>*>(warp.operand[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int s = 0; s < STEPS; ++s) {
+            for (int half = 0; half < 2; ++half) {
+                const int k = WORD * (8 * s + 4 * half + t);
+                for (int i = 0; i < M; ++i) {
+                    words<WORD>(&a[16 * i + g][k], own.a[i][s][2 * half]);
+                    words<WORD>(&a[16 * i + g + 8][k], own.a[i][s][2 * half + 1]);
+                }
+                for (int j = 0; j < N; ++j) {
+                    float value[2];
+                    words<WORD>(value, own.b[j][s][half]);
+                    for (int e = 0; e < WORD; ++e) b[k + e][8 * j + g] = value[e];
+                }
+            }
+        }
+        for (int i = 0; i < M; ++i) {
+            for (int j = 0; j < N; ++j) {
+                for (int e = 0; e < 4; ++e) c[16 * i + g + e / 2 * 8][8 * j + 2 * t + e % 2] = own.sums[i][j][e];
+            }
+        }
+    }
+    for (int i = 0; i < M * 16; ++i) {
+        for (int k = 0; k < K; ++k) {
+            for (int j = 0; j < N * 8; ++j) c[i][j] += a[i][k] * b[k][j];
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const Product<STEPS, M, N>& own = *static_cast<Product<STEPS, M, N>*>(warp.operand[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < M; ++i) {
+            for (int j = 0; j < N; ++j) {
+                for (int e = 0; e < 4; ++e) own.sums[i][j][e] = c[16 * i + g + e / 2 * 8][8 * j + 2 * t + e % 2];
+            }
+        }
+    }
+}
+
+template <int WORD, int STEPS, int M, int N>
+FX_SIM_INLINE void multiply(float (*sums)[N][4], const unsigned (*a)[STEPS][4], const unsigned (*b)[STEPS][2],
+                            FX_SIM_SITE) {
+    Product<STEPS, M, N> operand = {sums, a, b};
+    collective(0xffffffffu, &operand, &product<WORD, STEPS, M, N>, "a tensor-core product", file, line);
 }
 
 }  // namespace fx_sim

@@ -1,0 +1,158 @@
+// dw[n, k + k2] = dy[m, n]^T . [x, x2][m, k + k2] and db[n] = sum over m of dy, or += with accumulate.
+//
+// All row-major float32. A tile of dw never spans x and x2. The sum over the m rows is cut into `slices` of equal
+// length, one block each: with many rows and a small dw there would otherwise be too few blocks. Each block stores its
+// partial tile; the block that arrives last adds all partial tiles in slice order, whoever it is, so the bits never
+// depend on timing. `arrived` must be 0 before the first launch; that block sets it back to 0. With one slice neither
+// is touched.
+#pragma once
+#include "linear.cuh"
+
+struct LinearDw {
+    int first_tile;
+    int tiles;
+    const float* dy;    // [m, n]
+    const float* x;     // [m, k]
+    const float* x2;    // [m, k2], null if k2 is 0
+    float* dw;          // [n, k + k2]
+    float* db;          // [n] or null
+    float* partial;     // [tiles of dw, slices, BM * (BN + 1)]: tile, then its part of db; null with one slice
+    unsigned* arrived;  // [tiles of dw]; null with one slice
+    int lddy;           // elements from one row to the next
+    int ldx;
+    int ldx2;
+    int lddw;
+    int m;
+    int n;
+    int k;
+    int k2;
+    int slices;
+    int accumulate;
+};
+
+// One tile of dw: where it starts, what it reads and which part of it exists.
+template <class T>
+struct LinearDwTile {
+    int index, slice, n0, column0, columns;
+    const float* x;
+    int ldx;
+    float* dw;
+
+    __device__ __forceinline__ LinearDwTile(const LinearDw& r, int tile) {
+        const int first = (r.k + T::BN - 1) / T::BN;
+        const int across = first + (r.k2 + T::BN - 1) / T::BN;
+        const int all = (r.n + T::BM - 1) / T::BM * across;
+        index = tile % all;
+        slice = tile / all;
+        n0 = index / across * T::BM;
+        const bool second = index % across >= first;
+        column0 = (index % across - (second ? first : 0)) * T::BN;
+        columns = (second ? r.k2 : r.k) - column0;
+        x = (second ? r.x2 : r.x) + column0;
+        ldx = second ? r.ldx2 : r.ldx;
+        column0 += second ? r.k : 0;
+        dw = r.dw + static_cast<long long>(n0) * r.lddw + column0;
+    }
+};
+
+// Stores W neighbouring results of the tile at (row, column).
+template <class T, int W>
+__device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const LinearDwTile<T>& t, int row, int column,
+                                                   float (&v)[W]) {
+    const int left = t.n0 + row < r.n ? t.columns - column : 0;
+    float* dw = t.dw + static_cast<long long>(row) * r.lddw + column;
+    const bool quads = fx_quads(t.dw, r.lddw);
+    if (r.accumulate) {
+        float before[W];
+        fx_load(before, dw, left, quads);
+        FX_UNROLL
+        for (int e = 0; e < W; ++e) v[e] += before[e];
+    }
+    fx_store(dw, v, left, quads);
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_db_store(const LinearDw& r, const LinearDwTile<T>& t, float sum) {
+    const int row = static_cast<int>(threadIdx.x);
+    if (row >= T::BM || t.n0 + row >= r.n) return;
+    r.db[t.n0 + row] = r.accumulate ? r.db[t.n0 + row] + sum : sum;
+}
+
+// Tells whether this block is the last of its tile to arrive; what the others stored before is then visible to it.
+__device__ __forceinline__ bool fx_linear_last(unsigned* arrived, int slices) {
+    __shared__ int last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1u) == static_cast<unsigned>(slices) - 1u;
+        if (last) *arrived = 0u;
+    }
+    __syncthreads();
+    if (last) __threadfence();
+    return last != 0;
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, float* shared) {
+    const LinearDwTile<T> t(r, tile);
+    const bool with_bias = r.db && t.column0 == 0;
+    // Slices are whole stages long; the last ones may be short or empty.
+    const int length = ((r.m + r.slices - 1) / r.slices + T::BK - 1) / T::BK * T::BK;
+    const long long from = static_cast<long long>(t.slice) * length;
+    const int begin = from < r.m ? static_cast<int>(from) : r.m;
+    const int end = r.m - begin < length ? r.m : begin + length;
+    typename T::Sums sums = {};
+    if (begin < end) {
+        const LinearView dy{r.dy + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0};
+        const LinearView x{t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns};
+        T::template add<true, false, false>(sums, dy, x, end - begin, shared);
+    }
+
+    if (r.slices == 1) {
+        T::outputs(sums, shared, [&](int row, int column, auto& v) {
+            fx_linear_dw_store(r, t, row, column, v);
+        });
+        if (with_bias) fx_linear_db_store(r, t, T::row_sums(sums, shared));
+        return;
+    }
+    constexpr int PART = T::BM * (T::BN + 1);
+    float* parts = r.partial + static_cast<long long>(t.index) * r.slices * PART;
+    float* mine = parts + static_cast<long long>(t.slice) * PART;
+    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+        fx_store(mine + row * T::BN + column, v, T::WIDTH, true);
+    });
+    if (with_bias) {
+        const float sum = T::row_sums(sums, shared);
+        if (threadIdx.x < T::BM) mine[T::BM * T::BN + threadIdx.x] = sum;
+    }
+    if (!fx_linear_last(r.arrived + t.index, r.slices)) return;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) * T::WIDTH; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
+        float v[T::WIDTH] = {};
+#pragma unroll 4
+        for (int s = 0; s < r.slices; ++s) {
+            float part[T::WIDTH];
+            fx_load(part, parts + static_cast<long long>(s) * PART + i, T::WIDTH, true);
+            FX_UNROLL
+            for (int e = 0; e < T::WIDTH; ++e) v[e] += part[e];
+        }
+        fx_linear_dw_store(r, t, i / T::BN, i % T::BN, v);
+    }
+    if (with_bias && threadIdx.x < T::BM) {
+        float sum = 0.0f;
+        for (int s = 0; s < r.slices; ++s) {
+            sum += parts[static_cast<long long>(s) * PART + T::BM * T::BN + threadIdx.x];
+        }
+        fx_linear_db_store(r, t, sum);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
+    __shared__ float4 shared[T::SHARED / 4];
+    int tile;
+    const LinearDw& r = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    fx_linear_dw_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+}

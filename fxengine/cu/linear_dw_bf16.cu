@@ -1,0 +1,27 @@
+// linear_dw.cuh in bf16.
+#include "linear_dw.cuh"
+#include "linear_tensor.cuh"
+
+extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dw_bf16_128x128(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor128x128<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_128x64(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor128x64<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_64x64(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor64x64<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_32x32(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor32x32<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_16x32(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor16x32<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_16x16(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor16x16<2>>(table, count);
+}

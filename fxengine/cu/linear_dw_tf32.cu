@@ -1,0 +1,27 @@
+// linear_dw.cuh in tf32.
+#include "linear_dw.cuh"
+#include "linear_tensor.cuh"
+
+extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dw_tf32_128x128(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor128x128<1>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_128x64(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor128x64<1>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_64x64(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor64x64<1>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_32x32(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor32x32<1>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_16x32(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor16x32<1>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_16x16(const LinearDw* table, int count) {
+    fx_linear_dw<Tensor16x16<1>>(table, count);
+}

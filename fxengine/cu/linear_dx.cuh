@@ -1,0 +1,83 @@
+// dx[m, k] = slope(x) * (sum over sources of scale * dy[m, n] . w[n, k]), or dx += ... with accumulate.
+//
+// All row-major float32. Sources are the layers that read the same x, up to 16, added in order: the gradient of a trunk
+// with many heads is one record. slope is the derivative of the activation that made x, taken from x itself, so dx holds
+// the gradient with respect to x before that activation. w points at the columns that belong to x: with a two-part
+// input each part has its own record, or none. A source whose scale is 0 is left out: it adds an exact 0 whatever its
+// gradient holds, NaN and infinities included.
+#pragma once
+#include "linear.cuh"
+
+struct LinearDx {
+    int first_tile;
+    int tiles;
+    const float* dy[16];     // of each source: [m, n]
+    const float* w[16];      // [n, k]
+    const float* scale[16];  // one float, null for 1
+    int lddy[16];            // elements from one row to the next
+    int ldw[16];
+    int n[16];
+    int sources;
+    int m;
+    int k;
+    int activation;  // FxActivation of x
+    const float* x;  // [m, k], null if activation is 0
+    float* dx;       // [m, k]
+    int ldx;
+    int lddx;
+    int accumulate;
+};
+
+template <int KIND, int W>
+__device__ __forceinline__ void fx_slope_run(float (&v)[W], const float (&x)[W]) {
+    FX_UNROLL
+    for (int e = 0; e < W; ++e) v[e] *= fx_activate_slope(KIND, x[e]);
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, float* shared) {
+    const int columns = (r.k + T::BN - 1) / T::BN;
+    const int m0 = tile / columns * T::BM;
+    const int k0 = tile % columns * T::BN;
+    typename T::Sums sums = {};
+    bool any = false;
+#pragma unroll 1
+    for (int s = 0; s < r.sources; ++s) {  // a source's fields are read when it begins: no registers for the others
+        const float scale = r.scale[s] ? *r.scale[s] : 1.0f;
+        if (scale == 0.0f) continue;
+        any = true;
+        const int lddy = r.lddy[s];
+        const LinearView dy{r.dy[s] + static_cast<long long>(m0) * lddy, lddy, r.m - m0, scale};
+        T::template add<false, true, false>(sums, dy, LinearView{r.w[s] + k0, r.ldw[s], r.k - k0}, r.n[s], shared);
+    }
+    const bool quads = fx_quads(r.dx, r.lddx);
+    const bool quads_x = fx_quads(r.x, r.ldx);
+    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+        constexpr int W = sizeof(v) / sizeof(float);
+        const int left = m0 + row < r.m ? r.k - k0 - column : 0;
+        float* dx = r.dx + static_cast<long long>(m0 + row) * r.lddx + k0 + column;
+        float more[W];
+        if (r.activation != FX_NONE && any) {  // without a source 0 stays 0, even where the slope is NaN
+            fx_load(more, r.x + static_cast<long long>(m0 + row) * r.ldx + k0 + column, left, quads_x);
+            if (r.activation == FX_ELU) fx_slope_run<FX_ELU>(v, more);
+            if (r.activation == FX_RELU) fx_slope_run<FX_RELU>(v, more);
+            if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, more);
+        }
+        if (r.accumulate) {
+            fx_load(more, dx, left, quads);
+            FX_UNROLL
+            for (int e = 0; e < W; ++e) v[e] += more[e];
+        }
+        fx_store(dx, v, left, quads);
+    });
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
+    __shared__ float4 shared[T::SHARED / 4];
+    int tile;
+    const LinearDx& r = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    fx_linear_dx_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+}

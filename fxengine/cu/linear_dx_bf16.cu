@@ -1,0 +1,27 @@
+// linear_dx.cuh in bf16.
+#include "linear_dx.cuh"
+#include "linear_tensor.cuh"
+
+extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dx_bf16_128x128(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor128x128<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_128x64(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor128x64<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_64x64(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor64x64<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_32x32(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor32x32<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_16x32(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor16x32<2>>(table, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_16x16(const LinearDx* table, int count) {
+    fx_linear_dx<Tensor16x16<2>>(table, count);
+}

@@ -1,0 +1,81 @@
+// y[m, n] = activation([x, x2][m, k + k2] . w[n, k + k2]^T + b), or y += ... with accumulate (then activation is 0).
+//
+// All row-major float32. The input is one matrix, or two that are read side by side as its columns (k2 > 0): nothing
+// has to be concatenated. One block makes one tile of y; kernels differ in the tile type alone, the name says which.
+#pragma once
+#include "linear.cuh"
+
+struct LinearForward {
+    int first_tile;
+    int tiles;
+    const float* x;   // [m, k]
+    const float* x2;  // [m, k2], null if k2 is 0
+    const float* w;   // [n, k + k2]
+    const float* b;   // [n] or null
+    float* y;         // [m, n]
+    int ldx;          // elements from one row to the next
+    int ldx2;
+    int ldw;
+    int ldy;
+    int m;
+    int n;
+    int k;
+    int k2;
+    int activation;  // FxActivation
+    int accumulate;
+};
+
+template <int KIND, int W>
+__device__ __forceinline__ void fx_activate_run(float (&v)[W]) {
+    FX_UNROLL
+    for (int e = 0; e < W; ++e) v[e] = fx_activate(KIND, v[e]);
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, int tile, float* shared) {
+    const int columns = (r.n + T::BN - 1) / T::BN;
+    const int m0 = tile / columns * T::BM;
+    const int n0 = tile % columns * T::BN;
+    typename T::Sums sums = {};
+#pragma unroll 1
+    for (int segment = 0; segment < 2; ++segment) {
+        const int depth = segment ? r.k2 : r.k;
+        if (depth == 0) break;
+        const float* x = segment ? r.x2 : r.x;
+        const int ldx = segment ? r.ldx2 : r.ldx;
+        const float* w = r.w + static_cast<long long>(n0) * r.ldw + (segment ? r.k : 0);
+        T::template add<false, true, true>(sums, LinearView{x + static_cast<long long>(m0) * ldx, ldx, r.m - m0},
+                                           LinearView{w, r.ldw, r.n - n0}, depth, shared);
+    }
+    const bool quads = fx_quads(r.y, r.ldy);
+    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+        constexpr int W = sizeof(v) / sizeof(float);
+        const int left = m0 + row < r.m ? r.n - n0 - column : 0;
+        float* y = r.y + static_cast<long long>(m0 + row) * r.ldy + n0 + column;
+        float more[W];
+        if (r.b) {
+            fx_load(more, r.b + n0 + column, left, false);
+            FX_UNROLL
+            for (int e = 0; e < W; ++e) v[e] += more[e];
+        }
+        if (r.accumulate) {
+            fx_load(more, y, left, quads);
+            FX_UNROLL
+            for (int e = 0; e < W; ++e) v[e] += more[e];
+        }
+        if (r.activation == FX_ELU) fx_activate_run<FX_ELU>(v);
+        if (r.activation == FX_RELU) fx_activate_run<FX_RELU>(v);
+        if (r.activation == FX_TANH) fx_activate_run<FX_TANH>(v);
+        fx_store(y, v, left, quads);
+    });
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_forward(const LinearForward* table, int count) {
+    __shared__ float4 shared[T::SHARED / 4];
+    int tile;
+    const LinearForward& r = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    fx_linear_forward_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+}
