@@ -18,13 +18,15 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
         help="check a device against golden files",
-        description="Run the steps of golden files and compare every result that this version computes with the "
-        "float64 reference. Exit status 1 if a limit is exceeded. What was not checked is named, with the reason.",
+        description="Run the steps of golden files and compare every result with the float64 reference. Exit status 1 "
+        "if a limit is exceeded. The last line is the array nearest to (or furthest beyond) its limit.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE.npz", help="golden files")
     add_device(parser)
-    parser.add_argument("--precision", choices=("fp32",), default="fp32", help="precision to run in (default: fp32)")
-    parser.add_argument("--all", action="store_true", help="print every array compared with its error")
+    parser.add_argument(
+        "--precision", choices=("fp32", "tf32", "bf16"), default="fp32", help="precision to run in (default: fp32)"
+    )
+    parser.add_argument("--all", action="store_true", help="print every array with its error")
     add_json(parser)
     parser.set_defaults(command=_verify)
 
@@ -49,10 +51,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         default=("", None),
     )
     if worst is None:
-        print("nothing was checked: this version computes no array that these files can judge", file=out)
+        print("nothing was checked: the files have no array that their step computes", file=out)
     else:
         measure, value, limit = worst.binding
-        print(f"worst: {name} {measure} {value:.3g} (limit {limit:g})", file=out)
+        print(f"worst: {name} {measure} {value:.3g} ({_limit(limit)})", file=out)
     if arguments.json:
         sys.stderr.flush()
         print_json(_as_json(outcomes, name, worst))
@@ -68,6 +70,7 @@ def _as_json(outcomes: Sequence[Outcome], name: str, worst: Result | None) -> di
 
     return {
         "checked": names("checked"),
+        "unjudged": names("unjudged"),
         "failed": names("failed"),
         "missing": names("missing"),
         "worst": worst_as_dict(worst, name),
@@ -87,42 +90,26 @@ def _name(outcomes: Sequence[Outcome], outcome: Outcome, result: Result | None) 
 
 def _describe(outcome: Outcome, *, everything: bool) -> str:
     lines = [f"{outcome.path}: {outcome.precision} on {outcome.device}"]
+    compared = (*outcome.results, *outcome.summaries)
     if everything:
-        width = max((len(r.name) for r in outcome.results), default=0)
-        lines += [f"  {_row(result, width)}" for result in outcome.results]
-    failed = [r for r in outcome.results if r.failed]
+        width = max((len(r.name) for r in compared), default=0)
+        lines += [f"  {_row(result, width)}" for result in compared]
+    failed = [r for r in compared if r.failed]
     verdict = f"{len(failed)} beyond the limits" if failed else "all within the limits"
-    lines.append(f"  checked {len(outcome.results)} arrays: {verdict}" if outcome.results else "  checked nothing")
-    for result in failed:
-        lines.append(f"  FAILED {_row(result, 0)}")
-    for reason, names in outcome.by_reason().items():
-        lines.append(f"  not checked, {len(names)} arrays: {reason}")
-        lines += [f"    {line}" for line in _summary(names)]
+    if outcome.unjudged:
+        verdict += f"; {len(outcome.unjudged)} of them reported, not judged"
+    lines.append(f"  checked {len(outcome.results)} arrays: {verdict}")
+    lines += [f"  FAILED {_row(result)}" for result in failed]
+    lines += [f"  NOT CHECKED {name}: {reason}" for name, reason in outcome.missing.items()]
     return "\n".join(lines)
 
 
-def _row(result: Result, width: int) -> str:
-    limits = result.limits
-    text = f"{result.name:<{width}}  error {result.error:.2e} (limit {limits.error:g})"
+def _row(result: Result, width: int = 0) -> str:
+    text = f"{result.name:<{width}}  error {result.error:.2e} ({_limit(result.limit)})"
     if result.update is not None:
-        text += f", update {result.update:.2e} (limit {limits.update:g})"
+        text += f", update {result.update:.2e} ({_limit(result.update_limit)})"
     return text
 
 
-def _summary(names: Sequence[str]) -> list[str]:
-    """Names without repetition: steps together, kinds of array that cover the same tensors together."""
-    steps: dict[str, set[str]] = {}
-    for name in names:
-        step, _, rest = name.partition(".out.")
-        steps.setdefault(rest, set()).add(step)
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, seen in steps.items():
-        kind, dot, tensor = name.partition(".")
-        kinds.setdefault((",".join(sorted(seen)), kind + dot if dot else ""), []).append(tensor if dot else name)
-    tensors: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (step, kind), members in kinds.items():
-        tensors.setdefault((step, tuple(members)), []).append(kind)
-    return [
-        f"{step}: " + (f"{'|'.join(kind)}{{{' '.join(members)}}}" if kind != [""] else " ".join(members))
-        for (step, members), kind in tensors.items()
-    ]
+def _limit(limit: float | None) -> str:
+    return "not judged" if limit is None else f"limit {limit:g}"

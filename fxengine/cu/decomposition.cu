@@ -1,11 +1,11 @@
 // L2 norms of slices of a gradient: a slice is several tensors, its norm one number.
 //
-// fx_squares   : partials[tile] = sum of squares of 4096 elements of one tensor, in double. One record per tensor.
+// fx_slice_squares   : partials[tile] = sum of squares of 4096 elements of one tensor, in double. One record per tensor.
 // fx_slice_norm: out = scale * sqrt(sum of n partials), the partials of all tensors of a slice side by side; a scale of
 //                0 gives an exact 0, no scale counts as 1. One block per record. Fixed order throughout.
 #include "fx.cuh"
 
-struct Squares {
+struct SliceSquares {
     int first_tile;
     int tiles;
     const float* x;    // [length]
@@ -22,10 +22,10 @@ struct SliceNorm {
     int n;
 };
 
-extern "C" __global__ void __launch_bounds__(256) fx_squares(const Squares* table, int count) {
+extern "C" __global__ void __launch_bounds__(256) fx_slice_squares(const SliceSquares* table, int count) {
     __shared__ double scratch[8];
     int tile;
-    const Squares record = fx_record(table, count, tile);
+    const SliceSquares record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
     const long long start = static_cast<long long>(tile) * 4096;

@@ -25,7 +25,7 @@ def _tiles(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["length"]) // _TILE)
 
 
-SQUARES = Family("squares", "decomposition.cu", "fx_squares", "Squares", tiles=_tiles)
+SQUARES = Family("slice_squares", "decomposition.cu", "fx_slice_squares", "SliceSquares", tiles=_tiles)
 SLICE_NORM = Family("slice_norm", "decomposition.cu", "fx_slice_norm", "SliceNorm", tiles=lambda fields: 1)
 
 

@@ -174,7 +174,7 @@ def test_inputs_are_checked_and_named(device: Device) -> None:
             engine.params["w_a1"] = np.zeros(3, np.float32)
     with make(device) as engine, pytest.raises(ValueError, match="device-resident"):
         engine.write(state=np.zeros((24, 10), np.float32))
-    with pytest.raises(ValueError, match="precision 'fp8'"):
+    with pytest.raises(ValueError, match="precision must be one of fp32, tf32, bf16, got 'fp8'"):
         make(device, precision="fp8")
 
 

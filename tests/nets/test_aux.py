@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from fxengine import Engine, StepBuilder, StepConfig
 from fxengine.driver import Device, Target
 from fxengine.nets.step import specified_step
-from fxengine.ops import linear
 from fxengine.ops.crossentropy import reference_crossentropy
 from tests.engine.common import CONFIG, rows
 from tests.support import assert_close
@@ -136,7 +135,7 @@ def test_no_gradient_of_h1_exists() -> None:
 def test_the_trunk_s_backward_kernel_has_no_dx_argument(device: Device) -> None:
     """Checked on the kernel's record: the family that runs a1's backward has no field for an input gradient."""
     record = next(r for r in _program().program.launches if r.label == "a1.dw")
-    assert record.family in linear.DW.values()
+    assert record.family.name.startswith("linear_dw")
     names = device.module(record.family.source).struct(record.family.struct).names
     assert names is not None and "dw" in names
     assert not [n for n in names if n.startswith("dx")]

@@ -1,0 +1,68 @@
+"""Every array of every golden file, on every device and in every precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxengine.driver import Device
+from fxengine.golden import GoldenFile
+from fxengine.verify import Outcome, verify
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("aux_closed", "bare", "cold_odd", "edges", "full", "skip")
+
+
+def _verify(name: str, device: Device, precision: str) -> Outcome:
+    """The outcome of a file, which must have been compared as a whole."""
+    path = GOLDEN / f"golden_{name}.npz"
+    outcome = verify(path, device=device, precision=precision)
+    file = GoldenFile(path)
+    assert file.steps == 2
+    assert outcome.missing == {}
+    assert set(outcome.checked) == {f"step{step}.out.{n}" for step in range(2) for n in file.results(step)}
+    assert len(outcome.checked) == len(outcome.results)
+    return outcome
+
+
+def _worst(outcome: Outcome) -> str:
+    assert outcome.worst is not None
+    return f"{len(outcome.failed)} failed, worst {outcome.worst}"
+
+
+def test_the_files_are_those_that_the_page_names() -> None:
+    assert sorted(path.stem for path in GOLDEN.glob("*.npz")) == [f"golden_{name}" for name in NAMES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32(device: Device, name: str) -> None:
+    outcome = _verify(name, device, "fp32")
+    assert outcome.failed == [], _worst(outcome)
+    assert outcome.unjudged == []
+    updated = {r.name.split(".")[2] for r in outcome.results if r.update is not None}
+    assert updated >= {"param", "m", "v", "target"}
+
+
+def test_a_skipped_step_is_judged_bit_for_bit(device: Device) -> None:
+    outcome = _verify("skip", device, "fp32")
+    kept = [r for r in outcome.results if r.name.startswith("step0.") and r.update is not None]
+    assert {r.name.split(".")[2].split("_b")[0] for r in kept} == {"param", "m", "v", "target", "sn_v", "bound"}
+    assert all(r.update == 0.0 and r.update_limit == 0.0 for r in kept)
+    assert all(r.update_limit == 1e-3 for r in outcome.results if r.name.startswith("step1.out.param."))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_reduced_precision(device: Device, name: str, precision: str) -> None:
+    if device.kind == "sim" and name != "bare":
+        pytest.skip("tensor cores are slow to simulate: the smallest file stands for all")
+    outcome = _verify(name, device, precision)
+    assert outcome.failed == [], _worst(outcome)
+    assert outcome.summaries
+    assert {n.split(".")[2] for n in outcome.unjudged} <= {"state", "bound"} or _another_choice(outcome)
+
+
+def _another_choice(outcome: Outcome) -> bool:
+    """Whether an action at s' differs, after which nothing is judged."""
+    return any(r.name.endswith(".q_next") and not r.judged for r in outcome.results)
