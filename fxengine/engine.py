@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +33,15 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 _STATE_ARENAS = ("params", "grads", "adam_m", "adam_v", "fixed", "signals", "targets", "spectral")
 
 Definition: TypeAlias = Callable[[StepBuilder], None]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One captured form of the step. All forms share their memory; they differ in diagnostics and oracles."""
+
+    plan: Plan
+    graph: StepGraph
+    replay: Callable[[], None]
 
 
 class Engine:
@@ -99,8 +108,9 @@ class Engine:
     def step(self, *, captured: bool = True, decompose: bool = False) -> None:
         """Run one step asynchronously: publish the signals, replay the graph.
 
-        With decompose=True a variant of the step runs that trains to the same bits and adds `report.decomposition`; it
-        is built and captured at its first use, and a step without it pays nothing for it.
+        The oracles are part of every `oracle_every`-th replay, counted over the whole run; the others replay a graph
+        without them. With decompose=True a variant of the step runs that trains to the same bits and adds
+        `report.decomposition`; it is captured at its first use, and a step without it pays nothing for it.
 
         Waits only when `signals.RING_ROWS` replays are already queued. With captured=False the same program runs
         launch by launch, without the graph, with the same bits: the debugging mode.
@@ -111,15 +121,16 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the engine is closed")
-        if decompose:
-            plan, replay = self._decomposing()
+        every = self._oracle_every
+        if decompose or (every and self._submitted % every == every - 1):
+            variant = self._variant(decompose)
         else:
-            plan, replay = self.plan, self._replay
+            variant = self._plain
         self.signals.publish(self._submitted)
         if captured:
-            replay()
+            variant.replay()
         else:
-            plan.run(stream=self.stream)
+            variant.plan.run(stream=self.stream)
         self._submitted += 1
 
     def synchronize(self) -> None:
@@ -282,9 +293,8 @@ class Engine:
         guard: bool,
     ) -> None:
         self._resident = frozenset(data)
-        self._variant: tuple[Plan, StepGraph] | None = None
 
-        def declare(*, decompose: bool) -> StepBuilder:
+        def declare(*, decompose: bool, oracles: bool) -> StepBuilder:
             builder = StepBuilder(
                 self.device.target,
                 precision=self.precision,
@@ -292,23 +302,28 @@ class Engine:
                 data=data,
                 feed=feed,
                 decompose=decompose,
+                with_oracles=oracles,
             )
             definition(builder)
             builder.finish()
             return builder
 
         self._declare = declare
-        self.builder = builder = declare(decompose=False)
+        self.builder = builder = declare(decompose=False, oracles=False)
+        self._oracle_every = builder.oracle_every
         self.stream = self.device.stream()
         self.plan = Plan(builder.program, self.device, guard=guard)
         self._graph = self.plan.capture(stream=self.stream)
-        self._replay = partial(self._graph.launch, stream=self.stream)
+        self._plain = _Variant(self.plan, self._graph, partial(self._graph.launch, stream=self.stream))
+        self._variants = {(False, False): self._plain}
+        if self._oracle_every:
+            self._prepare(decompose=False, oracles=True)  # now, so that no step of a run pays for it
 
         row = telemetry_rows.row_bytes(len(builder.reported))
         self._telemetry = Telemetry(
             builder.reported,
             builder.signals.groups,
-            self.plan.mapped("telemetry.ring").array.reshape(telemetry_rows.RING_ROWS, row),
+            self.plan.mapped("telemetry.ring").array.view(np.uint32).reshape(telemetry_rows.RING_ROWS, row // 8, 2),
             self.plan.mapped("telemetry.head").array.view(np.uint64),
         )
         ring = self.plan.mapped("signals.ring").array.view(np.float32)
@@ -324,16 +339,21 @@ class Engine:
             {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in data},
         )
 
-    def _decomposing(self) -> tuple[Plan, Callable[[], None]]:
-        """The decomposing variant of the step: other records over the same memory."""
-        if self._variant is None:
-            builder = self._declare(decompose=True)
-            if "decomposed" not in builder.reported:
+    def _variant(self, decompose: bool) -> _Variant:
+        """The graph for the next replay: other records over the same memory."""
+        every = self._oracle_every
+        return self._prepare(decompose, bool(every) and self._submitted % every == every - 1)
+
+    def _prepare(self, decompose: bool, oracles: bool) -> _Variant:
+        key = decompose, oracles
+        if key not in self._variants:
+            builder = self._declare(decompose=decompose, oracles=oracles)
+            if decompose and "decomposed" not in builder.reported:
                 raise ValueError("this step has no decomposition: it has no Q network")
             plan = Plan(builder.program, self.device, base=self.plan)
-            self._variant = plan, plan.capture(stream=self.stream)
-        plan, graph = self._variant
-        return plan, partial(graph.launch, stream=self.stream)
+            graph = plan.capture(stream=self.stream)
+            self._variants[key] = _Variant(plan, graph, partial(graph.launch, stream=self.stream))
+        return self._variants[key]
 
     def _initialise(self) -> None:
         for arena in ("params", "grads", "adam_m", "adam_v"):
@@ -381,11 +401,10 @@ class Engine:
         self._closed = True
         for evaluation in self._evaluations.values():
             evaluation.close()
-        variant: tuple[Plan, StepGraph] | None = self.__dict__.get("_variant")
-        if variant is not None:
-            variant[1].close()
-            variant[0].close()
-        for name in ("_graph", "_staging", "plan", "stream"):
+        for variant in reversed(list(self.__dict__.get("_variants", {}).values())):
+            variant.graph.close()
+            variant.plan.close()
+        for name in ("_staging", "plan", "stream"):
             owned = self.__dict__.get(name)
             if owned is not None:
                 owned.close()

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 #: Rows of the telemetry ring.
 RING_ROWS = 64
-#: Bytes before the values of a row: u64 sequence, u64 Adam step, u64 skipped steps, u64 mask of non-finite groups.
-HEADER_BYTES = 32
+#: Words before the values of a row: t, skipped steps and the mask of non-finite groups, two words each.
+HEADER_WORDS = 6
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Telemetry:
     Args:
         names: names of the values, in row order.
         groups: group name by index, for the mask of non-finite groups.
-        rows: uint8 [RING_ROWS, row bytes], mapped-pinned.
-        head: uint64 [1], mapped-pinned: number of replays whose row is complete.
+        rows: uint32 [RING_ROWS, words, 2], mapped-pinned: value and tag of each word (`step.cu`).
+        head: uint64 [1], mapped-pinned: number of replays that have finished.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         groups: Mapping[int, str],
-        rows: NDArray[np.uint8],
+        rows: NDArray[np.uint32],
         head: NDArray[np.uint64],
     ) -> None:
         self.names = tuple(names)
@@ -87,7 +87,7 @@ class Telemetry:
             head = self.finished()
             if head == 0:
                 return None
-            report = self._read(head)
+            report = self._read(head) or (self._read(head - 1) if head > 1 else None)
             if report is not None:
                 return report
 
@@ -99,25 +99,22 @@ class Telemetry:
         return [r for r in reports if r is not None]
 
     def _read(self, replay: int) -> Report | None:
-        """The row of a replay; None if the device has overwritten it meanwhile."""
-        row = self._rows[(replay - 1) % len(self._rows)]
-        header = row[:HEADER_BYTES].view(np.uint64)
-        if int(header[0]) != replay:
+        """The row of a replay; None if it is not there yet, or overwritten meanwhile."""
+        row = self._rows[(replay - 1) % len(self._rows), : HEADER_WORDS + len(self.names)].copy()
+        if (row[:, 1] != replay & 0xFFFFFFFF).any():
             return None
-        copy = row.copy()
-        if int(header[0]) != replay:
-            return None
-        _, step, skipped, mask = (int(x) for x in copy[:HEADER_BYTES].view(np.uint64))
-        values = copy[HEADER_BYTES : HEADER_BYTES + 4 * len(self.names)].view(np.float32)
+        numbers = row[:, 0]
+        step, skipped, mask = (int(numbers[i]) | int(numbers[i + 1]) << 32 for i in (0, 2, 4))
+        values = numbers[HEADER_WORDS:].copy().view(np.float32)
         return Report(
             replay=replay,
             step=step,
             skipped=skipped,
             nonfinite_groups=tuple(name for g, name in sorted(self._groups.items()) if mask >> g & 1),
-            readings={name: float(v) for name, v in zip(self.names, values, strict=True)},
+            readings=dict(zip(self.names, values.tolist(), strict=True)),
         )
 
 
 def row_bytes(values: int) -> int:
     """Bytes of a telemetry row with so many values, padded to 128."""
-    return -(-(HEADER_BYTES + 4 * values) // 128) * 128
+    return -(-8 * (HEADER_WORDS + values) // 128) * 128

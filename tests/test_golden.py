@@ -55,8 +55,8 @@ def test_a_skipped_step_is_judged_bit_for_bit(device: Device) -> None:
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_reduced_precision(device: Device, name: str, precision: str) -> None:
-    if device.kind == "sim" and name != "bare":
-        pytest.skip("tensor cores are slow to simulate: the smallest file stands for all")
+    if device.kind == "sim" and name not in ("bare", "cold_odd"):
+        pytest.skip("on the simulated device the two smallest files stand for all")
     outcome = _verify(name, device, precision)
     assert outcome.failed == [], _worst(outcome)
     assert outcome.summaries

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fxengine.checkpoint import Checkpoint
+from fxengine.config import StepConfig
 from fxengine.data import Dataset, Normalizer, demo_bars, make_dataset
 from fxengine.driver import Device
-from fxengine.session import Progress, TrainingSession, TrainSettings
+from fxengine.engine import Engine
+from fxengine.health import COMPONENTS, GRADIENT_GROUPS, MERGED, Health
+from fxengine.models import make_model
+from fxengine.session import Progress, TrainingSession, TrainResult, TrainSettings
 from fxengine.telemetry import RING_ROWS
 
 
@@ -102,7 +108,7 @@ def test_validation_in_chunks_equals_validation_at_once(
     with _session(dataset, device, steps=5) as session:
         session.run()
         whole = session.validate()
-        monkeypatch.setattr("fxengine.session._CHUNK_ROWS", 50)
+        monkeypatch.setattr(session, "model", dataclasses.replace(session.model, chunk=50))
         chunked = session.validate()
         part = session.validate(10)
     assert whole.rows == chunked.rows == len(dataset.validation)
@@ -189,7 +195,12 @@ def test_the_standard_error_is_that_of_a_share(dataset: Dataset) -> None:
     ("settings", "message"),
     [
         ({"steps": -1}, "steps is -1, expected at least 0"),
-        ({"batch": 0}, "batch is 0, expected at least 1"),
+        ({"batch": -1}, "batch is -1, expected at least 0"),
+        ({"model": "ppo"}, "model is 'ppo', expected aux or full"),
+        ({"model": "full", "sizes": "huge"}, "sizes is 'huge', expected auto or spec or small"),
+        ({"model": "full", "gamma": 1.0}, "gamma is 1.0"),
+        ({"health_every": 5}, "health_every is a setting of the full model"),
+        ({"sizes": "small"}, "sizes is a setting of the full model"),
         ({"lr": 0.0}, "lr is 0.0, expected a positive number"),
         ({"lr": math.nan}, "lr is nan"),
         ({"lr_end": 1.5}, "lr_end is 1.5"),
@@ -202,3 +213,171 @@ def test_the_standard_error_is_that_of_a_share(dataset: Dataset) -> None:
 def test_bad_settings(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainSettings(**settings)  # type: ignore[arg-type]
+
+
+# -- the full model ----------------------------------------------------------------------------------------------
+
+FULL = {"model": "full", "sizes": "small"}
+WARMUP = 16
+
+
+@pytest.fixture(scope="module")
+def full(device: Device) -> Iterator[tuple[TrainingSession, TrainResult]]:
+    """200 steps of the full model with a short warm-up of the readiness."""
+    settings = TrainSettings(
+        **FULL,  # type: ignore[arg-type]
+        steps=200,
+        batch=32,
+        validate_every=40,
+        health_every=10,
+        signals={"readiness_warmup": WARMUP, "readiness_beta": 0.03},
+    )
+    with TrainingSession(make_dataset(demo_bars()), settings, device=device) as session:
+        yield session, session.run()
+
+
+def _curves(session: TrainingSession) -> dict[str, np.ndarray]:
+    return {name: np.asarray(curve) for name, curve in session.curves.items()}
+
+
+def test_every_value_of_the_full_model_is_finite(full: tuple[TrainingSession, TrainResult]) -> None:
+    session, result = full
+    curves = _curves(session)
+    losses = {name for name in curves if name.startswith("L_")}
+    assert losses == {
+        "L_c51", "L_cql", "L_distill", "L_iqn", "L_ens", "L_rec", "L_pred", "L_nb", "L_regime", "L_iql_high",
+        "L_iql_low", "L_curiosity",
+    }  # fmt: skip
+    for name, curve in curves.items():
+        assert len(curve) == 200 and np.isfinite(curve).all(), name
+    assert (result.steps, result.skipped) == (200, 0)
+    assert all(np.isfinite(h.decomposition).all() for h in session.health)
+    weights = {"w_c51": "L_c51", "w_cql": "L_cql", "w_distill": "L_distill", "w_nb": "L_nb", "w_regime": "L_regime"}
+    total = sum(session.engine.signals[w] * curves[loss] for w, loss in weights.items())
+    np.testing.assert_allclose(curves["loss"], total, rtol=1e-12)
+
+
+def test_the_full_model_learns(full: tuple[TrainingSession, TrainResult]) -> None:
+    session, result = full
+    assert result.full is not None
+    curves = _curves(session)
+    assert curves["accuracy_regime"][-20:].mean() > curves["accuracy_regime"][:20].mean() + 0.2
+    assert result.validation.regime_accuracy > result.regime_baseline + 0.15
+    assert result.full.loss_c51_first == pytest.approx(curves["L_c51"][:10].mean())
+    assert result.full.loss_c51_last == pytest.approx(curves["L_c51"][-10:].mean())
+    assert result.full.loss_c51_last < result.full.loss_c51_first - 0.02
+    judged = [v.c51_loss for v in session.validations]
+    assert len(judged) == 5 and judged[-1] is not None and judged[0] is not None and judged[-1] < judged[0]
+    for name in ("L_rec", "L_pred", "L_curiosity", "L_iqn"):
+        assert curves[name][-20:].mean() < curves[name][:20].mean(), name
+
+
+def test_the_gate_does_as_its_inputs_say(full: tuple[TrainingSession, TrainResult]) -> None:
+    """Trigger and alpha of every step, by the formulas, from the accuracies and averages reported."""
+    session, result = full
+    curves = _curves(session)
+    signal = session.engine.signals
+    short, opened, alpha = float("nan"), 0.0, 0.0
+    for step, accuracy in enumerate(curves["accuracy_nb"]):
+        short = accuracy if step == 0 else short + signal["acc_beta_short"] * (accuracy - short)
+        assert curves["aux_acc_short"][step] == pytest.approx(short, abs=1e-5)
+        edges = (0.5 + signal["gate_open_margin"], 0.5 + signal["gate_close_margin"])
+        opened = 1.0 if short > edges[0] else 0.0 if short < edges[1] else opened
+        if min(abs(short - edge) for edge in edges) > 1e-5:
+            assert curves["gate_open"][step] == opened, step
+        opened = curves["gate_open"][step]
+        certainty = (short - 0.5 - signal["gate_margin"]) / math.sqrt(curves["aux_acc_var"][step] + 1e-4)
+        raw = opened / (1.0 + math.exp(-signal["gate_gain"] * certainty)) * (1.0 - curves["disagree_ema"][step])
+        alpha += signal["alpha_beta"] * (raw - alpha)
+        assert curves["alpha_grad"][step] == pytest.approx(alpha, abs=1e-4)
+    assert result.full is not None
+    assert 0.0 < result.full.gate_open_share < 1.0, "it has been open and shut"
+    assert result.full.gate_open_share == pytest.approx(curves["gate_open"].mean())
+    assert result.full.gate_changes == np.count_nonzero(np.diff(curves["gate_open"], prepend=0.0)) >= 1
+
+
+def test_the_share_of_iqn_rises_with_its_readiness(full: tuple[TrainingSession, TrainResult]) -> None:
+    session, result = full
+    readiness = _curves(session)["iqn_readiness"]
+    assert (readiness[:WARMUP] == 0.0).all() and readiness[-1] > 0.02
+    steps = [h.step for h in session.health]
+    assert steps == list(range(10, 201, 10))
+    shares = [h.shares["iqn"] for h in session.health]
+    for health, share in zip(session.health, shares, strict=True):
+        # A step reads the readiness that the step before it has left.
+        assert (share > 0.0) == (readiness[health.step - 2] > 0.0), health.step
+    assert np.mean(shares[-5:]) > np.mean(shares[2:7]) > shares[0] == 0.0
+    assert result.full is not None
+    assert (result.full.iqn_share_first, result.full.iqn_share_last) == (shares[0], shares[-1])
+    assert result.full.iqn_readiness == readiness[-1]
+
+
+def test_health_holds_what_the_step_reported(full: tuple[TrainingSession, TrainResult]) -> None:
+    session, _ = full
+    health, curves = session.health[-1], _curves(session)
+    assert health.decomposition.shape == (len(COMPONENTS), len(GRADIENT_GROUPS))
+    trunk = dict(zip(COMPONENTS, health.decomposition[:, 2].tolist(), strict=True))
+    assert all(trunk[name] > 0.0 for name in COMPONENTS)
+    assert trunk["cql_sx"] == pytest.approx(0.1 * trunk["cql"], rel=1e-4)
+    assert sum(trunk[name] for name in MERGED) >= curves["grad_norm.trunk"][-1] * (1.0 - 1e-4), "triangle inequality"
+    assert sum(health.shares.values()) == pytest.approx(1.0)
+    only_heads = health.decomposition[[COMPONENTS.index(name) for name in ("iqn", "ens", "rec", "pred")], :2]
+    assert (only_heads == 0.0).all(), "these losses do not reach the branches"
+    for name, value in {**health.gate, **health.readiness}.items():
+        assert value == curves[name][health.step - 1], name
+    assert set(health.bounds) == {"weight", "adam_m", "adam_v", "grad"}
+    assert all(len(values) == 11 and min(values.values()) > 0.0 for values in health.bounds.values())
+    text = str(health)
+    assert all(word in text for word in (*GRADIENT_GROUPS, "gate ", "readiness", "bounds", "health    200"))
+    values = health.as_dict()
+    assert set(values["grad_trunk"]) == set(COMPONENTS)
+    assert values["grad_split_bwd"]["c51"] == health.decomposition[2, 0]
+    assert values["grad_split_aux"]["c51"] == health.decomposition[2, 1]
+
+
+def test_a_step_that_was_not_decomposed_has_no_health(full: tuple[TrainingSession, TrainResult]) -> None:
+    session, _ = full
+    report = session.engine.telemetry()
+    assert report is not None
+    plain = dataclasses.replace(report, readings={**report.readings, "decomposed": 0.0})
+    with pytest.raises(ValueError, match="step 200 was not decomposed"):
+        Health.of(plain)
+
+
+def test_the_checkpoint_of_the_full_model(full: tuple[TrainingSession, TrainResult], tmp_path: Path) -> None:
+    session, _ = full
+    path = tmp_path / "checkpoint.safetensors"
+    session.save(path)
+    extra = Checkpoint.load(path).extra
+    assert session.model.transitions is not None
+    assert extra["reward_scale"] == [session.model.transitions.scale]
+    assert "order_flow.mean" in extra and "normalizer.mean" in extra
+    with Engine.load(path, device=session.engine.device) as engine:
+        assert engine.state_hash() == session.engine.state_hash()
+
+
+def test_health_and_validation_of_the_full_model_change_nothing(dataset: Dataset, device: Device) -> None:
+    hashes = []
+    for every in (2, 1000):
+        settings = {"steps": 7, "batch": 4, "health_every": every, "validate_every": every, **FULL}
+        with TrainingSession(dataset, TrainSettings(**settings), device=device) as session:  # type: ignore[arg-type]
+            session.run()
+            assert [h.step for h in session.health] == ([2, 4, 6, 7] if every == 2 else [7])
+            hashes.append(session.engine.state_hash())
+    assert hashes[0] == hashes[1]
+
+
+def test_sizes_follow_the_device(dataset: Dataset) -> None:
+    def config(kind: str, **settings: object) -> StepConfig:
+        return make_model(dataset, TrainSettings(model="full", **settings), kind).config  # type: ignore[arg-type]
+
+    spec = StepConfig(regimes=3)
+    assert config("cuda") == config("sim", sizes="spec") == spec
+    small = config("sim")
+    assert small == config("cuda", sizes="small")
+    assert (small.batch, small.h1, small.iqn_quantiles) == (64, 128, 16)
+    absent = [f.name for f in dataclasses.fields(spec) if getattr(spec, f.name) and not getattr(small, f.name)]
+    assert absent == [], "every component is still there"
+    assert config("sim", batch=8).batch == 8
+    assert TrainSettings(model="full").step_count("sim") == 200
+    assert TrainSettings(model="full").step_count("cuda") == 2000

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxengine.cli.options import add_device, add_json, add_option, print_json, report_stream, size, table
+from fxengine.cli.options import add_choice, add_device, add_json, add_option, print_json, report_stream, size, table
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fxengine.config import StepConfig
     from fxengine.engine import Engine
     from fxengine.graphs import Census
 
@@ -21,6 +25,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers."""
     from fxengine.cli.options import documented
     from fxengine.config import StepConfig
+    from fxengine.settings import MODELS
 
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
@@ -29,6 +34,8 @@ def add_parser(commands: Any) -> None:
         "as the driver reports them.",
     )
     add_device(parser)
+    text = "the auxiliary nets alone, or the whole specified step in its full sizes"
+    add_choice(parser, "model", MODELS, "aux", text)
     texts = documented(StepConfig)
     for name in ("batch", "state", "regimes"):
         add_option(parser, name, getattr(StepConfig.aux_only(), name), texts.get(name, ""))
@@ -41,19 +48,14 @@ def add_parser(commands: Any) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    import numpy as np
-
     from fxengine.config import StepConfig
     from fxengine.engine import Engine
     from fxengine.graphs import node_times
 
     out = report_stream(arguments.json)
-    config = StepConfig.aux_only(batch=arguments.batch, state=arguments.state, regimes=arguments.regimes)
-    data = {
-        "state": np.zeros((_ROWS, config.state), np.float32),
-        "nb_label": np.zeros(_ROWS, np.int32),
-        "regime_label": np.zeros(_ROWS, np.int32),
-    }
+    sizes = {name: getattr(arguments, name) for name in ("batch", "state", "regimes")}
+    config = StepConfig(**sizes) if arguments.model == "full" else StepConfig.aux_only(**sizes)
+    data = _stand_in(config)
     with Engine(config, device=arguments.device, data=data) as engine:
         census = engine.graph.census()
         # Timing runs single nodes of this engine's plan, out of order: nothing but the counts is used afterwards.
@@ -67,6 +69,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
             sys.stderr.flush()
             print_json(_as_json(engine, census, times))
     return 0
+
+
+def _stand_in(config: StepConfig) -> dict[str, NDArray[np.generic]]:
+    """Rows of every input that `fxengine train` keeps on the device; what they hold costs no time."""
+    import numpy as np
+
+    data: dict[str, NDArray[np.generic]] = {"state": np.zeros((_ROWS, config.state), np.float32)}
+    data.update((name, np.zeros(_ROWS, np.int32)) for name in ("nb_label", "regime_label"))
+    if config.is_aux_only:
+        return data
+    data["next_state"] = np.zeros((_ROWS, config.state), np.float32)
+    data.update((name, np.zeros((_ROWS, config.ofi), np.float32)) for name in ("ofi", "next_ofi"))
+    data.update((name, np.ones(_ROWS, np.float32)) for name in ("reward", "discount", "weight"))
+    data["actions"] = np.zeros((_ROWS, len(config.branches)), np.int32)
+    return data
 
 
 def _describe(engine: Engine, census: Census, times: list[float] | None) -> str:

@@ -1,4 +1,4 @@
-// fx_gather: what a replay reads before anything else, in one launch: a random batch, and its row of signals.
+// fx_gather: what a replay reads before anything else: a random batch, and its row of signals.
 //
 // Batch records (ring = 0): rows of device-resident data, picked at random on the device.
 //   target[b, :] = source[index_b, :] for b < rows; a row is `words` 4-byte words of any type, copied bit for bit

@@ -9,8 +9,9 @@
 //     T::WIDTH                  neighbouring outputs that a thread handles at once
 //     T::SHARED                 floats of shared memory
 //     T::Sums                   what a thread holds of the sums; starts as zeros
-//     T::add<SUM, A_INNER, B_INNER>(sums, a, b, depth, shared)
-//                               adds the products of `depth` values of k; with SUM (A not inner) also the row sums of A
+//     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared)
+//                               adds the products of the LinearSources source(0) .. source(count - 1), each of which every
+//                               thread asks for once; with SUM (A not inner) also the row sums of A
 //     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //
@@ -77,6 +78,14 @@ __device__ __forceinline__ void fx_store(float* p, const float (&v)[W], int left
     }
 }
 
+// x, of which the compiler does not know that it is x: what is derived from it is computed afresh.
+__device__ __forceinline__ int fx_linear_again(int x) {
+#if FX_DEVICE
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // One operand as a kernel hands it over, from the tile's first row and the first k on. INNER: element (row, k) lies at
 // p[row * ld + k], else at p[k * ld + row].
 struct LinearView {
@@ -84,6 +93,12 @@ struct LinearView {
     int ld;
     int rows;            // that exist, from p on
     float scale = 1.0f;  // multiplies every element; of an INNER operand only
+};
+
+// A product to be added: of `depth` values of k, or none at all.
+struct LinearSource {
+    LinearView a, b;
+    int depth;
 };
 
 // R rows of one operand, read stage after stage. A thread always works on the same row (INNER) or the same four rows,
@@ -313,11 +328,14 @@ struct LinearTile {
         float row[4];
     };
 
-    template <bool SUM, bool A_INNER, bool B_INNER>
-    static __device__ __forceinline__ void add(Sums& sums, const LinearView& a, const LinearView& b, int depth,
-                                               float* shared) {
-        fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(a),
-                                           LinearOperand<BN, BK, B_INNER>(b), depth, shared);
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared) {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const LinearSource s = source(i);
+            fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(s.a),
+                                               LinearOperand<BN, BK, B_INNER>(s.b), s.depth, shared);
+        }
     }
 
     template <class Use>

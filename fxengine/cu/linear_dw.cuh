@@ -36,7 +36,6 @@ struct LinearDwTile {
     int index, slice, n0, column0, columns;
     const float* x;
     int ldx;
-    float* dw;
 
     __device__ __forceinline__ LinearDwTile(const LinearDw& r, int tile) {
         const int first = (r.k + T::BN - 1) / T::BN;
@@ -51,7 +50,6 @@ struct LinearDwTile {
         x = (second ? r.x2 : r.x) + column0;
         ldx = second ? r.ldx2 : r.ldx;
         column0 += second ? r.k : 0;
-        dw = r.dw + static_cast<long long>(n0) * r.lddw + column0;
     }
 };
 
@@ -60,8 +58,9 @@ template <class T, int W>
 __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const LinearDwTile<T>& t, int row, int column,
                                                    float (&v)[W]) {
     const int left = t.n0 + row < r.n ? t.columns - column : 0;
-    float* dw = t.dw + static_cast<long long>(row) * r.lddw + column;
-    const bool quads = fx_quads(t.dw, r.lddw);
+    float* tile = r.dw + static_cast<long long>(t.n0) * r.lddw + t.column0;
+    float* dw = tile + static_cast<long long>(row) * r.lddw + column;
+    const bool quads = fx_quads(tile, r.lddw);
     if (r.accumulate) {
         float before[W];
         fx_load(before, dw, left, quads);
@@ -93,20 +92,28 @@ __device__ __forceinline__ bool fx_linear_last(unsigned* arrived, int slices) {
 }
 
 template <class T>
-__device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, float* shared) {
+__device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, typename T::Sums& sums, float* shared) {
     const LinearDwTile<T> t(r, tile);
-    const bool with_bias = r.db && t.column0 == 0;
     // Slices are whole stages long; the last ones may be short or empty.
     const int length = ((r.m + r.slices - 1) / r.slices + T::BK - 1) / T::BK * T::BK;
     const long long from = static_cast<long long>(t.slice) * length;
     const int begin = from < r.m ? static_cast<int>(from) : r.m;
     const int end = r.m - begin < length ? r.m : begin + length;
+    const auto slice = [&](int) {
+        return LinearSource{{r.dy + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0},
+                            {t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns},
+                            end - begin};
+    };
+    T::template add<true, false, false>(sums, begin < end ? 1 : 0, slice, shared);
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, float* shared) {
     typename T::Sums sums = {};
-    if (begin < end) {
-        const LinearView dy{r.dy + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0};
-        const LinearView x{t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns};
-        T::template add<true, false, false>(sums, dy, x, end - begin, shared);
-    }
+    fx_linear_dw_sums<T>(r, tile, sums, shared);
+    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
+    const LinearDwTile<T> t(r, fx_linear_again(tile));
+    const bool with_bias = r.db && t.column0 == 0;
 
     if (r.slices == 1) {
         T::outputs(sums, shared, [&](int row, int column, auto& v) {

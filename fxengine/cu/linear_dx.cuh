@@ -41,15 +41,16 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const int k0 = tile % columns * T::BN;
     typename T::Sums sums = {};
     bool any = false;
-#pragma unroll 1
-    for (int s = 0; s < r.sources; ++s) {  // a source's fields are read when it begins: no registers for the others
-        const float scale = r.scale[s] ? *r.scale[s] : 1.0f;
-        if (scale == 0.0f) continue;
-        any = true;
-        const int lddy = r.lddy[s];
-        const LinearView dy{r.dy[s] + static_cast<long long>(m0) * lddy, lddy, r.m - m0, scale};
-        T::template add<false, true, false>(sums, dy, LinearView{r.w[s] + k0, r.ldw[s], r.k - k0}, r.n[s], shared);
-    }
+    const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
+        const float scale = r.scale[i] ? *r.scale[i] : 1.0f;
+        const int lddy = r.lddy[i];
+        const int depth = scale == 0.0f ? 0 : r.n[i];
+        any = any || depth > 0;
+        return LinearSource{{r.dy[i] + static_cast<long long>(m0) * lddy, lddy, r.m - m0, scale},
+                            {r.w[i] + k0, r.ldw[i], r.k - k0},
+                            depth};
+    };
+    T::template add<false, true, false>(sums, r.sources, source, shared);
     const bool quads = fx_quads(r.dx, r.lddx);
     const bool quads_x = fx_quads(r.x, r.ldx);
     T::outputs(sums, shared, [&](int row, int column, auto& v) {

@@ -37,16 +37,13 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     const int m0 = tile / columns * T::BM;
     const int n0 = tile % columns * T::BN;
     typename T::Sums sums = {};
-#pragma unroll 1
-    for (int segment = 0; segment < 2; ++segment) {
-        const int depth = segment ? r.k2 : r.k;
-        if (depth == 0) break;
-        const float* x = segment ? r.x2 : r.x;
-        const int ldx = segment ? r.ldx2 : r.ldx;
-        const float* w = r.w + static_cast<long long>(n0) * r.ldw + (segment ? r.k : 0);
-        T::template add<false, true, true>(sums, LinearView{x + static_cast<long long>(m0) * ldx, ldx, r.m - m0},
-                                           LinearView{w, r.ldw, r.n - n0}, depth, shared);
-    }
+    const auto segment = [&](int i) {
+        const int ldx = i ? r.ldx2 : r.ldx;
+        const float* x = (i ? r.x2 : r.x) + static_cast<long long>(m0) * ldx;
+        const float* w = r.w + static_cast<long long>(n0) * r.ldw + (i ? r.k : 0);
+        return LinearSource{{x, ldx, r.m - m0}, {w, r.ldw, r.n - n0}, i ? r.k2 : r.k};
+    };
+    T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared);
     const bool quads = fx_quads(r.y, r.ldy);
     T::outputs(sums, shared, [&](int row, int column, auto& v) {
         constexpr int W = sizeof(v) / sizeof(float);

@@ -55,6 +55,7 @@ struct LinearStaged {
     bool full;  // all rows exist and can be read four numbers at a time
     float scale;
 
+    __device__ __forceinline__ LinearStaged() {}
     __device__ __forceinline__ explicit LinearStaged(const LinearView& v) : ld(v.ld), scale(v.scale) {
         const int thread = static_cast<int>(threadIdx.x);
         if constexpr (INNER) {
@@ -206,13 +207,28 @@ struct StagedTile {
     };
     typedef LinearStaged<WORD, BM, KW, false> SummedA;
 
-    template <bool SUM, bool A_INNER, bool B_INNER>
-    static __device__ __forceinline__ void add(Sums& sums, const LinearView& view_a, const LinearView& view_b, int depth,
-                                               float* shared) {
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared) {
         typedef LinearStaged<WORD, BM, KW, A_INNER> A;
         typedef LinearStaged<WORD, BN, KW, B_INNER> B;
-        A a(view_a);
-        B b(view_b);
+        A a;
+        B b;
+        int depth = 0;  // what is left of the source that a and b read
+        int begun = 0;  // sources
+        const auto begin = [&] {
+            const LinearSource s = source(begun++);
+            depth = s.depth;
+            a = A(s.a);
+            b = B(s.b);
+        };
+        // Makes a and b ready to read the next stage; false if there is none.
+        const auto advance = [&] {
+            depth -= BK;
+            if constexpr (!SUM) {  // with SUM there is but one source, and nothing of it is to be kept
+                while (depth <= 0 && begun < count) begin();
+            }
+            return depth > 0;
+        };
         const Place at;
         const int lane = static_cast<int>(threadIdx.x) & 31;
         const int row = 4 * (lane >> 3) + (lane >> 2 & 1);
@@ -223,10 +239,14 @@ struct StagedTile {
         float held_a[A::UNITS][A::LOADS][4], held_b[B::UNITS][B::LOADS][4];
         unsigned* const stages = reinterpret_cast<unsigned*>(shared);
         int now = 0;  // where the current one of the two stages begins
-        a.fetch(held_a, depth);
-        b.fetch(held_b, depth);
+        if (SUM && count > 0) begin();
+        bool more = SUM ? depth > 0 : advance();
+        if (more) {
+            a.fetch(held_a, depth);
+            b.fetch(held_b, depth);
+        }
 #pragma unroll 1
-        for (; depth > 0; depth -= BK) {
+        while (more) {
             if constexpr (SUM) {
                 FX_UNROLL
                 for (int u = 0; u < A::UNITS; ++u) {
@@ -240,9 +260,10 @@ struct StagedTile {
             a.stash(stages + now, held_a);
             b.stash(stages + now + BM * KW, held_b);
             __syncthreads();
-            if (depth > BK) {
-                a.fetch(held_a, depth - BK);
-                b.fetch(held_b, depth - BK);
+            more = advance();
+            if (more) {
+                a.fetch(held_a, depth);
+                b.fetch(held_b, depth);
             }
             FX_UNROLL
             for (int p = 0; p < PANELS / GROUPS; ++p) {
@@ -305,6 +326,7 @@ struct LinearDirect {
     bool quads, full;
     float scale;
 
+    __device__ __forceinline__ LinearDirect() {}
     __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld), scale(v.scale) {
         left = v.rows - row;
         quads = fx_quads(v.p, ld);
@@ -335,8 +357,8 @@ struct LinearDirect {
         }
     }
 
-    // The words of row i, in order of k, from what was fetched.
-    __device__ __forceinline__ void words(unsigned (&w)[4 / WORD], const float (&held)[4]) const {
+    // The words of one row, in order of k, from what was fetched.
+    static __device__ __forceinline__ void words(unsigned (&w)[4 / WORD], const float (&held)[4], float scale) {
         float v[4];
         FX_UNROLL
         for (int e = 0; e < 4; ++e) v[e] = scale * held[e];
@@ -352,6 +374,7 @@ struct DirectTile {
     static constexpr int BK = 128;
     static constexpr int THREADS = 256;
     static constexpr int GROUPS = 8;  // one warp each
+    static constexpr int AHEAD = BM * BN <= 512 ? 2 : 1;  // steps of a warp that are fetched before they are used
     static constexpr int SHARED = GROUPS * BM * BN;
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
     static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
@@ -361,46 +384,71 @@ struct DirectTile {
         float row[BM / 8];
     };
 
-    template <bool SUM, bool A_INNER, bool B_INNER>
-    static __device__ __forceinline__ void add(Sums& sums, const LinearView& view_a, const LinearView& view_b, int depth,
-                                               float*) {
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*) {
         typedef LinearDirect<WORD, BM, A_INNER> A;
         typedef LinearDirect<WORD, BN, B_INNER> B;
-        const int lane = static_cast<int>(threadIdx.x) & 31;
-        const int row = 4 * (lane >> 3) + (lane >> 2 & 1);
-        const int first = 16 * (static_cast<int>(threadIdx.x) >> 5);
-        const int k = first + 4 * (lane & 3);
-        A a(view_a, row, k);
-        B b(view_b, row, k);
-        float held_a[A::ROWS][4], held_b[B::ROWS][4];
-        depth -= first;  // of this warp's steps; the same for all its lanes
-        if (depth > 0) {
-            a.fetch(held_a, depth - (k - first));
-            b.fetch(held_b, depth - (k - first));
+        const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+        const int row = 4 * (lane >> 3) + (lane >> 2 & 1), k = 4 * (lane & 3);
+        A a;
+        B b;
+        int depth = 0;  // what is left of the source from this warp's next step on; the same for all its lanes
+        int begun = 0;  // sources
+        int steps = 0;  // of 16 values of k, of the sources that have begun: the next one's first goes to the next warp
+        // Makes a and b ready to read this warp's next step; false if there is none.
+        const auto advance = [&] {
+            depth -= BK;
+            while (depth <= 0 && begun < count) {
+                const LinearSource s = source(begun++);
+                const int first = 16 * ((warp - steps) & 7);
+                steps += (s.depth + 15) / 16;
+                depth = s.depth - first;
+                a = A(s.a, row, first + k);
+                b = B(s.b, row, first + k);
+            }
+            return depth > 0;
+        };
+        float held_a[AHEAD][A::ROWS][4], held_b[AHEAD][B::ROWS][4], scale[AHEAD];
+        bool more[AHEAD];
+        FX_UNROLL
+        for (int i = 0; i < AHEAD; ++i) {
+            more[i] = advance();
+            if (more[i]) {
+                a.fetch(held_a[i], depth - k);
+                b.fetch(held_b[i], depth - k);
+                scale[i] = a.scale;
+            }
         }
 #pragma unroll 1
-        for (; depth > 0; depth -= BK) {
-            unsigned fa[BM / 16][A::STEPS][4], fb[BN / 8][B::STEPS][2];
+        while (true) {
             FX_UNROLL
-            for (int i = 0; i < A::ROWS; ++i) {
-                unsigned w[4 / WORD];
-                a.words(w, held_a[i]);
+            for (int n = 0; n < AHEAD; ++n) {
+                if (!more[n]) return;
+                unsigned fa[BM / 16][A::STEPS][4], fb[BN / 8][B::STEPS][2];
                 FX_UNROLL
-                for (int e = 0; e < 4 / WORD; ++e) fa[i / 2][e / 2][i % 2 + e % 2 * 2] = w[e];
-                if constexpr (SUM) sums.row[i] += held_a[i][0] + held_a[i][1] + held_a[i][2] + held_a[i][3];
-            }
-            FX_UNROLL
-            for (int j = 0; j < B::ROWS; ++j) {
-                unsigned w[4 / WORD];
-                b.words(w, held_b[j]);
+                for (int i = 0; i < A::ROWS; ++i) {
+                    unsigned w[4 / WORD];
+                    const float(&v)[4] = held_a[n][i];
+                    A::words(w, v, scale[n]);
+                    FX_UNROLL
+                    for (int e = 0; e < 4 / WORD; ++e) fa[i / 2][e / 2][i % 2 + e % 2 * 2] = w[e];
+                    if constexpr (SUM) sums.row[i] += v[0] + v[1] + v[2] + v[3];
+                }
                 FX_UNROLL
-                for (int e = 0; e < 4 / WORD; ++e) fb[j][e / 2][e % 2] = w[e];
+                for (int j = 0; j < B::ROWS; ++j) {
+                    unsigned w[4 / WORD];
+                    B::words(w, held_b[n][j], 1.0f);
+                    FX_UNROLL
+                    for (int e = 0; e < 4 / WORD; ++e) fb[j][e / 2][e % 2] = w[e];
+                }
+                fx_mma<WORD, A::STEPS>(sums.acc, fa, fb);
+                more[n] = advance();
+                if (more[n]) {
+                    a.fetch(held_a[n], depth - k);
+                    b.fetch(held_b[n], depth - k);
+                    scale[n] = a.scale;
+                }
             }
-            if (depth > BK) {
-                a.fetch(held_a, depth - BK - (k - first));
-                b.fetch(held_b, depth - BK - (k - first));
-            }
-            fx_mma<WORD, A::STEPS>(sums.acc, fa, fb);
         }
     }
 
@@ -424,7 +472,7 @@ using Tensor128x128 = StagedTile<WORD, 128, 128, 16, 64, 32>;
 template <int WORD>
 using Tensor128x64 = StagedTile<WORD, 128, 64, 16, WORD == 1 ? 32 : 64, WORD == 1 ? 32 : 16>;
 template <int WORD>
-using Tensor64x64 = StagedTile<WORD, 64, 64, 32, 32, WORD == 1 ? 32 : 16>;  // tf32: 2 groups
+using Tensor64x64 = StagedTile<WORD, 64, 64, 32, WORD == 1 ? 32 : 16, 32>;  // tf32: 2 groups
 template <int WORD>
 using Tensor32x32 = DirectTile<WORD, 32, 32>;
 template <int WORD>

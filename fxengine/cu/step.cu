@@ -2,14 +2,17 @@
 //
 // It finishes the sums that are reported (losses, shares of right rows), writes one row of the telemetry ring (mapped, pinned), and
 // advances the counters.
-//   ring row   : [u64 sequence][u64 t][u64 skipped][u64 group mask][n floats][mirrored floats], row_words words from row to row
+//   ring row   : [t low][t high][skipped low][skipped high][group mask low][group mask high][n floats][mirrored floats],
+//                a u64 word each: the value in the low half, the tag in the high half
+//   tag        : low 32 bits of sequence = replays finished, this one included. A reader takes a row only if every word
+//                carries the tag that it expects: words are written whole, so no fence is needed and no row can be torn.
+//                Fences to host memory would cost more than all the rest of this kernel.
 //   sums       : values[targets[i]] = sum of lengths[i] partial results / (divisors[i] * max(1, *denominators[i])), in
 //                fixed order: a warp per sum, lane i adds the partials i, i + 32, ... in turn, then one warp sum
-//   row index  : (sequence - 1) % rows; sequence = replays finished, this one included
+//   row index  : (sequence - 1) % rows
 //   t, skipped : Adam steps done and steps skipped, after this replay; group mask: bit g = norm of group g not finite
-//   head       : sequence of the newest complete row
-//   A row's sequence is 0 while it is being written. A reader compares the sequence before and after its copy with
-//   the one that it expects: a mismatch is a torn row.
+//   head       : sequence of the newest row; it may be seen shortly before the row is
+//
 //
 // counters: u64 [0] replays finished, [1] t, [2] skipped, [3] seed.
 #include "fx.cuh"
@@ -52,44 +55,42 @@ __device__ __forceinline__ float finish_sum(const End& record, int i) {
     return static_cast<float>(sum / (record.divisors[i] * (denominator > 1 ? denominator : 1)));
 }
 
+__device__ __forceinline__ void store_word(u64* word, unsigned value, u64 sequence) {
+    fx_store_through(word, (sequence << 32) | value);
+}
+
+__device__ __forceinline__ void store_pair(u64* words, u64 value, u64 sequence) {
+    store_word(words, static_cast<unsigned>(value), sequence);
+    store_word(words + 1, static_cast<unsigned>(value >> 32), sequence);
+}
+
 extern "C" __global__ void __launch_bounds__(256) fx_end(const End* table, int count) {
     int tile;
     const End& record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
-    const u64 finished = record.counters[0];
-    u64* row = record.ring + (finished % static_cast<u64>(record.rows)) * static_cast<u64>(record.row_words);
-    float* values = reinterpret_cast<float*>(row + 4);
     for (int i = static_cast<int>(threadIdx.x >> 5); i < record.sums; i += 8) {
         const float sum = finish_sum(record, i);
         if ((threadIdx.x & 31u) == 0) record.values[record.targets[i]] = sum;
     }
-    if (threadIdx.x == 0) {
-        fx_store_through(row, 0ull);
-        __threadfence_system();
-    }
-    __syncthreads();  // the sums are there, the row is marked as being written, and all have read counters[0]
-    for (int i = static_cast<int>(threadIdx.x); i < record.n; i += 256) fx_store_through(values + i, record.values[i]);
-    for (int i = static_cast<int>(threadIdx.x); i < record.mirrored; i += 256) {
-        fx_store_through(values + record.n + i, record.signals[record.slots[i]]);
+    const u64 sequence = record.counters[0] + 1;
+    __syncthreads();  // the sums are there, and all have read counters[0]
+    u64* row = record.ring + ((sequence - 1) % static_cast<u64>(record.rows)) * static_cast<u64>(record.row_words);
+    for (int i = static_cast<int>(threadIdx.x); i < record.n + record.mirrored; i += 256) {
+        const float value = i < record.n ? record.values[i] : record.signals[record.slots[i - record.n]];
+        store_word(row + 6 + i, __float_as_uint(value), sequence);
     }
     if (threadIdx.x == 0) {
         const bool skipped = record.skip != nullptr && *record.skip != 0;
         const bool stepped = record.skip != nullptr && !skipped;
         const u64 t = record.counters[1] + (stepped ? 1ull : 0ull);
         const u64 skips = record.counters[2] + (skipped ? 1ull : 0ull);
-        fx_store_through(row + 1, t);
-        fx_store_through(row + 2, skips);
-        fx_store_through(row + 3, record.group_mask != nullptr ? *record.group_mask : 0ull);
-        record.counters[0] = finished + 1;
+        store_pair(row, t, sequence);
+        store_pair(row + 2, skips, sequence);
+        store_pair(row + 4, record.group_mask != nullptr ? *record.group_mask : 0ull, sequence);
+        fx_store_through(record.head, sequence);
+        record.counters[0] = sequence;
         record.counters[1] = t;
         record.counters[2] = skips;
-    }
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        fx_store_through(row, finished + 1);
-        __threadfence_system();
-        fx_store_through(record.head, finished + 1);
     }
 }

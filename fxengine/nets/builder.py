@@ -54,6 +54,7 @@ class StepBuilder:
         groups: group name by index; defaults to those of the specified step.
         data: inputs that are gathered from device-resident rows instead of being written by the host.
         feed: random inputs (`noise`) that the host writes instead.
+        with_oracles: run the oracles, if the step has any; most replays leave them out.
         decompose: add the gradient decomposition: the same training, and diagnostics on top.
         evaluation: declare the forward alone: no gradients, no optimizer, no counters. Inputs are written by the host.
     """
@@ -68,11 +69,13 @@ class StepBuilder:
         feed: Collection[str] = (),
         evaluation: bool = False,
         decompose: bool = False,
+        with_oracles: bool = True,
     ) -> None:
         self.program = Program(target, precision)
         self.signals = SignalMap(groups)
         self.train = not evaluation
         self.decompose = decompose
+        self.with_oracles = with_oracles
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.fixed_parameters: dict[str, Tensor] = {}
@@ -85,7 +88,7 @@ class StepBuilder:
         self._groups: list[ParamGroup] = []
         self.target_groups: list[TargetGroup] = []
         self._spectral: list[str] = []
-        self._oracle_every = 0
+        self.oracle_every = 0
         self._after_backward: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._mirrored: list[str] = []
@@ -187,8 +190,8 @@ class StepBuilder:
         self._spectral.append(name)
 
     def run_oracles(self, every: int) -> None:
-        """Update the bounds of every group by its oracles, every so many steps."""
-        self._oracle_every = every
+        """Update the bounds of every group by its oracles in every so many-th replay (all others leave them out)."""
+        self.oracle_every = every
 
     def loss_gradient(self, y: Tensor) -> Tensor | None:
         """Where a loss writes the gradient of y; None in an evaluation."""
@@ -236,6 +239,12 @@ class StepBuilder:
         if self._tape is None:
             self._tape = Tape(self.program, ParamGroups(self._groups), report=self.report, train=self.train)
         return self._tape
+
+    @property
+    def absent_groups(self) -> tuple[str, ...]:
+        """Groups of the signal map that the step does not have: they have no norm, and their bounds stay 0."""
+        declared = {group.name for group in self._groups}
+        return tuple(name for name in self.signals.groups.values() if name not in declared)
 
     @property
     def groups(self) -> ParamGroups:
@@ -303,15 +312,9 @@ class StepBuilder:
             self.persistent[f"sn_v_{short}"] = self.spectral_vectors[f"sn_v_{short}"] = v
             sigma = self.report(f"sigma_{short}")
             spectral_norm(program, w, v, sigma, signal=self.signal, guard=guard, label=f"spectral.{short}")
-        if self._oracle_every:
+        if self.oracle_every:
             self.mirror(f"bound.{family}.{group.name}" for group in groups for family in BOUND_FAMILIES)
-            oracles(
-                program,
-                groups,
-                signal=self.signal,
-                counters=self.counters,
-                guard=guard,
-                every=self._oracle_every,
-            )
+            if self.with_oracles:
+                oracles(program, groups, signal=self.signal, counters=self.counters, guard=guard, every=1)
         polyak(program, self.target_groups, signal=self.signal, guard=guard)
         return guard

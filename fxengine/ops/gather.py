@@ -25,6 +25,8 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 
 GATHER = Family("gather", "gather.cu", "fx_gather", "Gather", tiles=_tiles)
+#: The same kernel in a launch of its own: host memory is slow to read, and the batch need not wait for it.
+SIGNALS = Family("signals", "gather.cu", "fx_gather", "Gather", tiles=_tiles)
 
 
 def gather(
@@ -119,7 +121,7 @@ def gather_signals(
             f"for {words} of them, got rows of {ring.shape[1]}"
         )
     program.launch(
-        GATHER,
+        SIGNALS,
         {
             "source": ring,
             "target": signals,

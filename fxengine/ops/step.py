@@ -18,8 +18,8 @@ from fxengine.graphs import CONSTANTS, Family, Program, Tensor
 REPLAYS, ADAM_STEP, SKIPPED, SEED = range(4)
 #: Sums that one closing record can finish.
 MAX_SUMS = 32
-#: Bytes before the values of a telemetry row: sequence, t, skipped, group mask, each uint64.
-HEADER_BYTES = 32
+#: Words before the values of a telemetry row: t, skipped and group mask, two words each.
+HEADER_WORDS = 6
 
 
 class Guard(Protocol):
@@ -82,9 +82,10 @@ def end(
         values: float32 [n], copied behind the row's header.
         counters: uint64 [4].
         ring: [rows, row bytes] in mapped memory, uint8 or uint64; row bytes a multiple of 8. Replay number s, counted
-            from 1, writes row (s - 1) % rows: sequence s, t, skipped, group mask (uint64 each), values, mirrored slots.
-            The sequence is 0 while the row is being written.
-        head: uint64 [1] in mapped memory: sequence of the newest complete row.
+            from 1, writes row (s - 1) % rows, a uint64 word for each of: t low, t high, skipped low, skipped high,
+            group mask low, group mask high, the values, the mirrored slots. The high half of every word is the low
+            half of s: a row whose words do not all carry it is not complete, or belongs to another replay.
+        head: uint64 [1] in mapped memory: number of the newest replay; it may be seen shortly before its row.
         guard: what the optimizer's non-finite guard wrote. None: the program has no optimizer, and t stands.
         sums: values that are added up here; at most 32.
         signals: float32 [slots], the snapshot; needed by `mirrored`.
@@ -108,7 +109,7 @@ def end(
     if mirrored and (signals is None or not 0 <= min(mirrored) <= max(mirrored) < signals.size):
         raise ValueError(f"'{label}': slots {list(mirrored)} cannot be mirrored from {signals}")
     total = values.size + len(mirrored)
-    needed = HEADER_BYTES + 4 * total
+    needed = 8 * (HEADER_WORDS + total)
     row_bytes = ring.ld * ring.dtype.itemsize
     if values.dtype != np.float32 or not values.contiguous or head.dtype != np.uint64:
         raise ValueError(

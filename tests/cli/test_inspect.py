@@ -23,6 +23,15 @@ def test_json(cli: Callable[..., Run], device: Device) -> None:
     assert "gather" in census["launches"], "batches are gathered on the device"
 
 
+def test_the_full_model(cli: Callable[..., Run], device: Device) -> None:
+    census = cli("inspect", "--device", device.label, "--model", "full", "--batch", 16, "--json").json
+    assert 0 < census["depth"] <= 45
+    assert census["nodes"]["memset"] == 1
+    assert sum(census["nodes"].values()) <= 120
+    assert {"attention_forward", "c51", "iqn_loss", "gate", "oracle", "polyak", "spectral"} <= set(census["launches"])
+    assert census["bytes"]["params"] >= 4 * 672_082, "the sizes of the specification"
+
+
 def test_table_time_and_drawing(cli: Callable[..., Run], device: Device, tmp_path: Path) -> None:
     drawing = tmp_path / "step.dot"
     run = cli("inspect", "--device", device.label, "--batch", 8, "--state", 4, "--time", "--dot", drawing)

@@ -23,6 +23,10 @@ KEYS = {
     "steps", "loss_first", "loss_last", "next_bar_accuracy", "next_bar_baseline", "regime_accuracy", "regime_baseline",
     "steps_per_s", "device", "census",
 }  # fmt: skip
+FULL_KEYS = {
+    "loss_c51_first", "loss_c51_last", "gate_open_share", "iqn_readiness", "iqn_share_first", "iqn_share_last",
+}  # fmt: skip
+COMPONENTS = {"iqn", "ens", "c51", "cql", "distill", "rec", "pred", "cql_sx", "c51_bs"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,60 @@ def test_json_and_files(cli: Callable[..., Run], device: Device, bars: Path, tmp
         assert engine.config.batch == 16
 
 
+def test_the_full_model(cli: Callable[..., Run], device: Device, bars: Path, tmp_path: Path) -> None:
+    arguments = ("--model", "full", "--sizes", "small", "--steps", 12, "--batch", 8, "--health-every", 4)
+    run = cli("train", "--data", bars, "--device", device.label, *arguments, "--out", tmp_path, "--json")
+    assert run.status == 0, run.err
+    values = run.json
+    assert set(values) >= KEYS | FULL_KEYS
+    assert (values["model"], values["sizes"], values["steps"], values["batch"]) == ("full", "small", 12, 8)
+    assert values["census"]["nodes"]["memset"] == 1
+    assert values["iqn_share_first"] == 0.0, "the readiness is in its warm-up"
+
+    health = [line for line in run.err.splitlines() if line.startswith("health")]
+    for word in ("gate ", "readiness", "grad_split_bwd", "grad_split_aux", "grad_trunk", "bounds"):
+        assert len([line for line in health if word in line]) == 3, word
+    assert "logged demonstration policy" in run.err
+    assert "small sizes: h1 128" in run.err
+    assert "C51 loss" in run.err
+
+    assert json.loads((tmp_path / "report.json").read_text()) == values
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert not [name for name in rows[0] if name.startswith(("split.", "bound."))], "those belong into the health"
+    told = {row["step"]: row["health"] for row in rows if "health" in row}
+    assert list(told) == [4, 8, 12]
+    for group in ("grad_split_bwd", "grad_split_aux", "grad_trunk"):
+        assert set(told[8][group]) == COMPONENTS
+    assert set(told[8]) >= {"gate", "readiness", "bounds", "trunk_shares"}
+    assert told[8]["bounds"]["weight"]["trunk"] > 0.0, "the oracles ran at step 8"
+    assert rows[-1]["validation"]["c51_loss"] == values["validation_loss_c51"]
+    with Engine.load(tmp_path / "checkpoint.safetensors", device=device) as engine:
+        assert engine.config is not None
+        assert (engine.config.h1, engine.config.batch) == (128, 8)
+
+
+def test_a_full_run_without_a_health_report(cli: Callable[..., Run], bars: Path, tmp_path: Path) -> None:
+    """What was never measured is null in the report, not a number."""
+    from fxengine.session import TrainingSession
+
+    def stopped(self: TrainingSession, watch: object = None) -> object:
+        self.stop()
+        return run(self, watch)  # type: ignore[arg-type]
+
+    run = TrainingSession.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingSession, "run", stopped)
+        arguments = ("--model", "full", "--device", "sim", "--data", bars, "--out", tmp_path, "--json")
+        done = cli("train", *arguments)
+    assert done.status == 130
+    values = done.json
+    assert values["steps"] == 0
+    assert values["iqn_share_first"] is None
+    assert values["loss_c51_first"] is None
+
+
 def test_the_report_is_plain_about_the_next_bar(cli: Callable[..., Run], bars: Path, tmp_path: Path) -> None:
     run = cli("train", "--data", bars, "--device", "sim", "--steps", 3, "--batch", 8, "--out", tmp_path / "run")
     assert run.status == 0
@@ -70,12 +128,12 @@ def test_the_report_is_plain_about_the_next_bar(cli: Callable[..., Run], bars: P
     ("accuracy", "words"), [(0.50, "does NOT beat"), (0.52, "no evidence of skill"), (0.60, "more than two standard")]
 )
 def test_verdict(accuracy: float, words: str) -> None:
-    from fxengine.cli.train import _next_bar_verdict
+    from fxengine.cli.report import next_bar_verdict
     from fxengine.session import TrainResult, Validation
 
     validation = Validation(1, 1.0, 1.0, 1.0, accuracy, 0.5, 1000)
     result = TrainResult(1, False, 0, 1.0, 1.0, validation, 0.51, 0.4, 1000, 1.0)
-    assert words in _next_bar_verdict(result)
+    assert words in next_bar_verdict(result)
 
 
 def test_signals_are_set(cli: Callable[..., Run], bars: Path, tmp_path: Path) -> None:
@@ -99,7 +157,9 @@ def test_results_are_not_overwritten_silently(cli: Callable[..., Run], bars: Pat
     [
         (("--data", "nowhere.csv"), "nowhere.csv: no such file"),
         (("--steps", -1), "steps is -1"),
-        (("--batch", 0), "batch is 0"),
+        (("--batch", -1), "batch is -1"),
+        (("--health-every", 5), "health_every is a setting of the full model"),
+        (("--model", "full", "--gamma", 1), "gamma is 1.0"),
         (("--lookahead", 0), "lookahead"),
         (("--validation", 1.5), "validation is 1.5"),
         (("--signal", "clip"), "expected NAME=NUMBER"),

@@ -56,8 +56,7 @@ def test_components_add_up_to_the_trunk_gradient(device: Device) -> None:
         engine.signals.override("iqn_readiness", 0.6)
         engine.step(decompose=True)
         engine.check_guards()
-        assert engine._variant is not None
-        plan = engine._variant[0]
+        plan = engine._variants[True, False].plan
         scales = {"c51": np.float32(0.8), "cql": np.float32(0.3)}
         report = engine.telemetry()
         assert report is not None and report.decomposition is not None

@@ -16,7 +16,7 @@ from tests.reference.config import Tree
 from tests.reference.golden import error
 from tests.reference.step import State, step
 
-from .whole import EVERYTHING, changed, gradients, in_groups, load, make, run
+from .whole import EVERYTHING, changed, in_groups, load, make, run
 
 #: What the wire's gradient flows through, last to first.
 BEHIND_THE_WIRE = {f"grad.{kind}_{layer}" for kind in "wb" for layer in ("nb2", "nb1", "a3", "a2", "a1")}
@@ -253,9 +253,8 @@ def test_a_readiness_of_zero_keeps_the_quantiles_out_of_the_trunk(engine: Engine
         state["state"]["iqn_readiness"] = 0.0
         if sick:
             poisoned(state, "b_iq2", 0, np.nan)
-        step_of(engine, state, batch)
-        grads = gradients(engine)
-        outs.append(only(grads, {f"grad.{n}" for n in in_groups(engine, "trunk", "attn", "value", "branches")}))
+        found = step_of(engine, state, batch)
+        outs.append(only(found, {f"grad.{n}" for n in in_groups(engine, "trunk", "attn", "value", "branches")}))
     assert changed(outs[0], outs[1]) == changed(outs[0], outs[2]) == set()
 
 

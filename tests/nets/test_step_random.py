@@ -22,7 +22,7 @@ NOT_HERE = {"decomposition"}
 #: Values of q at s' nearer than this may change places in float32.
 CLOSE_CALL = 1e-4
 #: Roundings on the way through the step, in units of one rounding of everything that it starts from.
-CANCELLING = 16.0
+CANCELLING = 32.0
 
 #: Each lacks something or is of an unusual size; all else as in EVERYTHING.
 VARIANTS = {
@@ -99,7 +99,7 @@ def sensitivity(config: Config, seed: int, batches: list[Tree], reference: list[
     """By step and array: how far the reference itself moves when what it starts from is rounded once more."""
     rng = np.random.default_rng(seed)
     found: list[dict[str, Difference]] = [{}, {}]
-    for _ in range(2):
+    for _ in range(3):
         state = random_case(seed, config)[0]
         state |= {part: rounded_anew(rng, state[part]) for part in ("params", "m", "v", "target")}
         moved = reference_steps(config, state, [rounded_anew(rng, batch) for batch in batches])

@@ -205,9 +205,7 @@ def test_the_walk_finds_a_path_where_there_is_one() -> None:
 @pytest.mark.parametrize("config", ["everything", "bare"])
 def test_the_simulated_device_runs_the_same_gradients(config: str) -> None:
     """What holds for the H200's program holds for the one that the other tests run."""
-    names = [
-        {n for n in declared(config, target).program.storages if is_gradient(n)} for target in ("sm_90", "sim")
-    ]
+    names = [{n for n in declared(config, target).program.storages if is_gradient(n)} for target in ("sm_90", "sim")]
     assert names[0] == names[1]
 
 

@@ -7,15 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxengine import Engine, StepConfig
 from fxengine.driver import Device
+from fxengine.graphs import Tensor
 from fxengine.nets.builder import COUNTERS
+from fxengine.train.groups import ParamGroup
 from tests.reference.config import Config, Tree
 from tests.reference.step import State
-
-Arrays = dict[str, NDArray[Any]]
 
 #: Every component, H1 other than H2, branches of different action counts.
 EVERYTHING = Config(
@@ -41,29 +40,60 @@ def make(device: Device, config: Config = EVERYTHING, **options: Any) -> Engine:
     return Engine(step_config(config), device=device, **{"feed": FEED, **options})
 
 
-def engine_state(engine: Engine, state: State) -> Arrays:
-    """A state of the reference as `Engine.load_state` takes it, with no step skipped so far."""
-    arrays = engine.state()
+def snapshot(engine: Engine) -> Tree:
+    """What `Engine.state` gives, and the gradients, read in few pieces: copies of whole groups, cut into parameters."""
+    engine.synchronize()
+    found: Tree = {}
+    pieces = [(group, kind, t) for group in engine.builder.groups for kind, t in _buffers(group)]
+    pieces += [(target.group, "target", target.values) for target in engine.builder.target_groups]
+    for group, kind, tensor in pieces:
+        flat = engine.plan.buffer(tensor).read()
+        for p in group.parameters:
+            found[f"{kind}.{p.name}"] = flat[p.offset : p.offset + p.value.size].reshape(p.shape)
+    found |= {name: engine.plan.buffer(t).read() for name, t in engine.builder.spectral_vectors.items()}
+    found["counters"] = engine.plan.buffer("counters").read().view(np.uint64)
+    found["signals.device"] = engine.plan.buffer(engine.builder.snapshot).read()
+    return found
+
+
+def restore(engine: Engine, arrays: Mapping[str, Any]) -> None:
+    """Put a snapshot back, all but the number of replays and the gradients."""
+    engine.synchronize()
+    pieces = [(group, kind, t) for group in engine.builder.groups for kind, t in _buffers(group) if kind != "grad"]
+    pieces += [(target.group, "target", target.values) for target in engine.builder.target_groups]
+    for group, kind, tensor in pieces:
+        flat = np.zeros(tensor.shape, np.float32)
+        for p in group.parameters:
+            flat[p.offset : p.offset + p.value.size] = np.ravel(arrays[f"{kind}.{p.name}"])
+        engine.plan.buffer(tensor).write(flat)
+    for name, tensor in engine.builder.spectral_vectors.items():
+        engine.plan.buffer(tensor).write(np.asarray(arrays[name], np.float32))
+    counters = engine.plan.buffer("counters")
+    now = counters.read().view(np.uint64)
+    now[1:3] = arrays["counters"][1:3]
+    counters.write(now.view(np.uint8))
+    engine.plan.buffer(engine.builder.snapshot).write(np.asarray(arrays["signals.device"], np.float32))
+
+
+def _buffers(group: ParamGroup) -> list[tuple[str, Tensor]]:
+    return [("param", group.params), ("m", group.m), ("v", group.v), ("grad", group.grads)]
+
+
+def load(engine: Engine, state: State) -> None:
+    """Put a state of the reference into the engine, with no step skipped so far."""
+    arrays: Tree = {}
     for kind, part in (("param", "params"), ("m", "m"), ("v", "v"), ("target", "target")):
-        for name, values in state[part].items():
-            arrays[f"{kind}.{name}"] = np.asarray(values, np.float32)
-    for name, values in state["sn_v"].items():
-        arrays[f"sn_v_{name}"] = np.asarray(values, np.float32)
-    slots = arrays["signals.device"]
+        arrays |= {f"{kind}.{name}": x for name, x in state[part].items()}
+    arrays |= {f"sn_v_{name}": x for name, x in state["sn_v"].items()}
+    slots = engine.plan.buffer(engine.builder.snapshot).read()
     for name, value in state["state"].items():
         slots[engine.builder.signals.slot(name).index] = value
     for slot, value in state["bounds"].items():
         slots[slot] = value
-    arrays["counters"][COUNTERS.index("step")] = state["step"]
-    arrays["counters"][COUNTERS.index("skipped")] = 0
-    host = dict(zip(engine.builder.signals.host_names, arrays["signals.host"].tolist(), strict=True))
-    arrays["signals.host"] = np.array(list({**host, **state["signals"]}.values()), np.float32)
-    return arrays
-
-
-def load(engine: Engine, state: State) -> None:
-    """Put a state of the reference into the engine."""
-    engine.load_state(engine_state(engine, state))
+    counters = np.zeros(len(COUNTERS), np.uint64)
+    counters[COUNTERS.index("step")] = state["step"]
+    restore(engine, {**arrays, "counters": counters, "signals.device": slots})
+    engine.signals.update(state["signals"])
 
 
 def feed(engine: Engine, batch: Mapping[str, Any]) -> None:
@@ -81,10 +111,9 @@ def run(engine: Engine, batch: Mapping[str, Any] | None = None) -> Tree:
     engine.synchronize()
     report = engine.telemetry()
     assert report is not None
-    arrays = engine.state()
     found: Tree = {name: np.asarray(value) for name, value in report.items()}
-    found |= {name: a for name, a in arrays.items() if not name.startswith(("signals.", "counters"))}
-    found |= gradients(engine)
+    arrays = snapshot(engine)
+    found |= {name: a for name, a in arrays.items() if name not in ("signals.device", "counters")}
     found |= {name: engine.output(name) for name in engine.builder.outputs}
     slots = engine.builder.signals.slots.values()
     for slot in slots:
@@ -94,11 +123,6 @@ def run(engine: Engine, batch: Mapping[str, Any] | None = None) -> Tree:
     found["step"] = np.asarray(report.step)
     found["skipped"] = np.asarray(float(bool(report.nonfinite_groups)))
     return found
-
-
-def gradients(engine: Engine) -> Tree:
-    """The gradient of every parameter in the last step, as `grad.<name>`."""
-    return {f"grad.{p.name}": engine.plan.buffer(p.grad).read() for p in engine.builder.groups.parameters}
 
 
 def in_groups(engine: Engine, *groups: str) -> list[str]:
