@@ -218,12 +218,16 @@ def test_bad_settings(settings: dict[str, object], message: str) -> None:
 # -- the full model ----------------------------------------------------------------------------------------------
 
 FULL = {"model": "full", "sizes": "small"}
+TINY = {
+    "h1": 64, "h2": 64, "value_h": 32, "adv_h": 32, "iqn_quantiles": 8, "iqn_target_quantiles": 8, "iqn_cos": 16,
+    "iqn_h": 32,
+}  # fmt: skip
 WARMUP = 16
 
 
 @pytest.fixture(scope="module")
 def full(device: Device) -> Iterator[tuple[TrainingSession, TrainResult]]:
-    """200 steps of the full model with a short warm-up of the readiness."""
+    """200 steps of the full model in tiny sizes, with a short warm-up of the readiness."""
     settings = TrainSettings(
         **FULL,  # type: ignore[arg-type]
         steps=200,
@@ -232,7 +236,10 @@ def full(device: Device) -> Iterator[tuple[TrainingSession, TrainResult]]:
         health_every=10,
         signals={"readiness_warmup": WARMUP, "readiness_beta": 0.03},
     )
-    with TrainingSession(make_dataset(demo_bars()), settings, device=device) as session:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxengine.models.SMALL", TINY)
+        session = TrainingSession(make_dataset(demo_bars()), settings, device=device)
+    with session:
         yield session, session.run()
 
 

@@ -1,11 +1,12 @@
 """Time of the linear kernels by tile shape, over the layers of the default network.
 
-    python tools/bench_linear.py --batch 64 256 1024 4096 --device cuda:0 --output linear.json
+    python tools/bench_linear.py --precision fp32 tf32 bf16 --batch 64 256 1024 4096 --device cuda:0 --output out.json
 
 Each line is one layer, one kind (forward, dx, dw) and one batch: µs per launch and TFLOP/s of every tile, the
 fastest one marked `*`, the one that `choose_tile` picks marked `<`. A launch is timed inside a captured graph of
-`--chain` copies that follow each other (hand-off included, caches warm), median of `--repeats` replays. The last lines
-sum µs over all layers: for each tile, for the choice, and for the fastest of each line.
+`--chain` copies that follow each other (hand-off included, caches warm), median of `--repeats` replays. `heads dx` is
+the gradient of what all heads read, one record with many sources. The last lines sum µs over all layers: for each tile,
+for the choice, and for the fastest of each line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
@@ -41,12 +43,15 @@ LAYERS: tuple[tuple[str, int, int, int], ...] = (
     ("iq2", 32, 12, 128),
 )
 KINDS = ("forward", "dx", "dw")
+#: Widths of the layers that read the same [batch, 256]; timed as one record.
+HEADS = (128, 128, 128, 128, 128, 48)
 
 
 @dataclass
 class Line:
     """Times of one product: µs by tile, and the tile that the rule picks."""
 
+    precision: str
     layer: str
     kind: str
     batch: int
@@ -67,10 +72,10 @@ class Line:
         for tile, us in self.us.items():
             mark = ("*" if tile == self.fastest else " ") + ("<" if tile == self.chosen else " ")
             cells.append(f"{us:9.2f} {flop / us * 1e-6:6.2f}{mark}")
-        return f"{self.batch:>5} {self.layer:<4} {self.kind:<8} {self.m:>7}x{self.n:<4}x{self.k:<4}" + "".join(cells)
+        return f"{self.batch:>5} {self.layer:<5} {self.kind:<8} {self.m:>7}x{self.n:<4}x{self.k:<4}" + "".join(cells)
 
 
-def declare(program: Program, kind: str, m: int, n: int, k: int, tile: str | None) -> str:
+def declare(program: Program, layer: str, kind: str, m: int, n: int, k: int, tile: str | None) -> str:
     """Append one record; returns the name of its tile."""
     x, w, y = program.tensor("x", (m, k)), program.tensor("w", (n, k)), program.tensor("y", (m, n))
     if kind == "forward":
@@ -78,30 +83,33 @@ def declare(program: Program, kind: str, m: int, n: int, k: int, tile: str | Non
         record = linear.forward(program, x, w, b, y, activation="elu", tile=tile)
     elif kind == "dx":
         dx = program.tensor("dx", (m, k))
-        record = linear.backward_dx(program, y, w, dx, x=x, activation="elu", tile=tile)
+        ends = list(accumulate(HEADS)) if layer == "heads" else [n]
+        parts = list(pairwise([0, *ends]))
+        dys, ws = [y.columns(*part) for part in parts], [w.rows(*part) for part in parts]
+        record = linear.backward_dx(program, dys, ws, dx, x=x, activation="elu", tile=tile)
     else:
         dw, db = program.tensor("dw", (n, k)), program.tensor("db", (n,))
         record = linear.backward_dw(program, y, x, dw, db, tile=tile)
     return record.family.name.rsplit("_", 1)[1]
 
 
-def measure(device: Device, stream: Stream, batch: int, chain: int, repeats: int) -> Iterator[Line]:
+def measure(device: Device, stream: Stream, precision: str, batch: int, chain: int, repeats: int) -> Iterator[Line]:
     """One line per layer and kind."""
-    for layer, rows, n, k in LAYERS:
-        m = rows * batch
-        for kind in KINDS:
-            chosen = declare(Program(device.target), kind, m, n, k, None)
-            us = {}
-            for tile in linear.TILES:
-                program = Program(device.target)
-                declare(program, kind, m, n, k, tile)
-                with Plan(program, device) as plan:
-                    us[tile] = node_times(plan, stream=stream, chain=chain, repeats=repeats)[-1]
-            yield Line(layer, kind, batch, m, n, k, chosen, us)
+    layers = [(layer, rows * batch, n, k, kind) for layer, rows, n, k in LAYERS for kind in KINDS]
+    for layer, m, n, k, kind in [*layers, ("heads", batch, sum(HEADS), 256, "dx")]:
+        chosen = declare(Program(device.target, precision), layer, kind, m, n, k, None)
+        us = {}
+        for tile in linear.TILES[precision]:
+            program = Program(device.target, precision)
+            declare(program, layer, kind, m, n, k, tile)
+            with Plan(program, device) as plan:
+                us[tile] = node_times(plan, stream=stream, chain=chain, repeats=repeats)[-1]
+        yield Line(precision, layer, kind, batch, m, n, k, chosen, us)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--precision", nargs="+", choices=linear.PRECISIONS, default=list(linear.PRECISIONS))
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--chain", type=int, default=20, help="copies of a launch in one graph")
@@ -112,17 +120,20 @@ def main() -> None:
     lines: list[Line] = []
     with Device.open(options.device) as device, device.stream() as stream:
         print(f"{device.name} ({device.label}), µs and TFLOP/s per launch; * fastest, < chosen")
-        print(f"{'batch':>5} {'':<4} {'':<8} {'m x n x k':>17}" + "".join(f"{t:>17} " for t in linear.TILES))
+        for precision in options.precision:
+            tiles = "".join(f"{tile:>17} " for tile in linear.TILES[precision])
+            print(f"\n{precision}\n{'batch':>5} {'':<5} {'':<8} {'m x n x k':>17}{tiles}")
+            for batch in options.batch:
+                for line in measure(device, stream, precision, batch, options.chain, options.repeats):
+                    lines.append(line)
+                    print(line, flush=True)
+    for precision in options.precision:
         for batch in options.batch:
-            for line in measure(device, stream, batch, options.chain, options.repeats):
-                lines.append(line)
-                print(line, flush=True)
-    for batch in options.batch:
-        mine = [line for line in lines if line.batch == batch]
-        tiles = ", ".join(f"{t} {sum(line.us[t] for line in mine):.1f}" for t in linear.TILES)
-        chosen = sum(line.us[line.chosen] for line in mine)
-        fastest = sum(line.us[line.fastest] for line in mine)
-        print(f"batch {batch}, sum of µs: {tiles}; chosen {chosen:.1f}, fastest {fastest:.1f}")
+            mine = [line for line in lines if line.batch == batch and line.precision == precision]
+            sums = ", ".join(f"{t} {sum(line.us[t] for line in mine):.1f}" for t in linear.TILES[precision])
+            chosen = sum(line.us[line.chosen] for line in mine)
+            fastest = sum(line.us[line.fastest] for line in mine)
+            print(f"{precision}, batch {batch}, sum of µs: {sums}; chosen {chosen:.1f}, fastest {fastest:.1f}")
     if options.output:
         options.output.write_text(json.dumps([asdict(line) for line in lines], indent=1), encoding="utf-8")
 

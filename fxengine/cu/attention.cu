@@ -216,7 +216,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_attention_forward(const AttentionForward* table, int count) {
-    __shared__ float shared[ATTENTION_SHARED];
+    FX_POOL(float, shared, ATTENTION_SHARED);
     int tile;
     const AttentionForward& record = fx_record(table, count, tile);
     fx_wait();
@@ -321,7 +321,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_attention_backward(const AttentionBackward* table, int count) {
-    __shared__ float shared[ATTENTION_SHARED];
+    FX_POOL(float, shared, ATTENTION_SHARED);
     int tile;
     const AttentionBackward& record = fx_record(table, count, tile);
     fx_wait();

@@ -16,6 +16,14 @@ typedef unsigned long long u64;
     T* name = reinterpret_cast<T*>(fx_dynamic)
 #endif
 
+// A kernel's large shared array, `T name[n]`. In a kernel that several families share (FX_FUSED) the arrays of all of
+// them lie in the launch's dynamic shared memory: a block works for one family only, so they may overlap.
+#ifdef FX_FUSED
+#define FX_POOL(T, name, n) FX_DYN_SHARED(T, name)
+#else
+#define FX_POOL(T, name, n) __shared__ T name[n]
+#endif
+
 // A launch covers a table of records of one kind. Every record starts with `int first_tile; int tiles;`: block b
 // works for the record with first_tile <= b < first_tile + tiles. The search runs before fx_wait(), since nothing in a
 // table changes after capture; the lanes of a warp look at 32 records at once, because a chain of dependent loads over

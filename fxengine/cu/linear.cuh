@@ -95,10 +95,11 @@ struct LinearView {
     float scale = 1.0f;  // multiplies every element; of an INNER operand only
 };
 
-// A product to be added: of `depth` values of k, or none at all.
+// A product to be added, of `depth` values of k; one that is not live is left out.
 struct LinearSource {
     LinearView a, b;
     int depth;
+    bool live = true;
 };
 
 // R rows of one operand, read stage after stage. A thread always works on the same row (INNER) or the same four rows,
@@ -334,7 +335,7 @@ struct LinearTile {
         for (int i = 0; i < count; ++i) {
             const LinearSource s = source(i);
             fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(s.a),
-                                               LinearOperand<BN, BK, B_INNER>(s.b), s.depth, shared);
+                                               LinearOperand<BN, BK, B_INNER>(s.b), s.live ? s.depth : 0, shared);
         }
     }
 

@@ -79,16 +79,16 @@ __device__ __forceinline__ void fx_linear_db_store(const LinearDw& r, const Line
 
 // Tells whether this block is the last of its tile to arrive; what the others stored before is then visible to it.
 __device__ __forceinline__ bool fx_linear_last(unsigned* arrived, int slices) {
-    __shared__ int last;
     __threadfence();
     __syncthreads();
+    bool last = false;
     if (threadIdx.x == 0) {
         last = atomicAdd(arrived, 1u) == static_cast<unsigned>(slices) - 1u;
         if (last) *arrived = 0u;
     }
-    __syncthreads();
-    if (last) __threadfence();
-    return last != 0;
+    if (!__syncthreads_or(last)) return false;
+    __threadfence();
+    return true;
 }
 
 template <class T>
@@ -156,7 +156,7 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
 
 template <class T>
 __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
-    __shared__ float4 shared[T::SHARED / 4];
+    FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
     const LinearDw& r = fx_record(table, count, tile);
     fx_wait();

@@ -44,11 +44,12 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
         const float scale = r.scale[i] ? *r.scale[i] : 1.0f;
         const int lddy = r.lddy[i];
-        const int depth = scale == 0.0f ? 0 : r.n[i];
-        any = any || depth > 0;
+        const bool live = scale != 0.0f;
+        any = any || live;
         return LinearSource{{r.dy[i] + static_cast<long long>(m0) * lddy, lddy, r.m - m0, scale},
                             {r.w[i] + k0, r.ldw[i], r.k - k0},
-                            depth};
+                            r.n[i],
+                            live};
     };
     T::template add<false, true, false>(sums, r.sources, source, shared);
     const bool quads = fx_quads(r.dx, r.lddx);
@@ -75,7 +76,7 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
 
 template <class T>
 __device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
-    __shared__ float4 shared[T::SHARED / 4];
+    FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
     const LinearDx& r = fx_record(table, count, tile);
     fx_wait();

@@ -69,7 +69,7 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
 
 template <class T>
 __device__ __forceinline__ void fx_linear_forward(const LinearForward* table, int count) {
-    __shared__ float4 shared[T::SHARED / 4];
+    FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
     const LinearForward& r = fx_record(table, count, tile);
     fx_wait();

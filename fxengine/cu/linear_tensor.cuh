@@ -49,9 +49,8 @@ struct LinearStaged {
     static_assert(INNER || CHUNK_STEP % 4 == 0, "the units of a thread lie at the same place of their panels");
     const float* next;  // this thread's first number of the next stage
     int ld;
-    int k;     // of the first unit, within the stage
-    int left;  // rows from the thread's first one on that exist
-    int at;    // of the first unit, in the stage in shared memory
+    int left;   // rows from the thread's first one on that exist
+    int at;     // of the first unit, in the stage in shared memory
     bool full;  // all rows exist and can be read four numbers at a time
     float scale;
 
@@ -59,22 +58,27 @@ struct LinearStaged {
     __device__ __forceinline__ explicit LinearStaged(const LinearView& v) : ld(v.ld), scale(v.scale) {
         const int thread = static_cast<int>(threadIdx.x);
         if constexpr (INNER) {
-            k = WORD * 4 * (thread & 3);
             at = fx_linear_chunk<R>(0, row(), thread & 3);
         } else {
             const int chunk = thread / (8 * (4 / PART)) / (R / 32), part = (thread >> 3) % (4 / PART);
-            k = WORD * (4 * chunk + PART * part);
             at = fx_linear_chunk<R>(chunk >> 2, row(), chunk & 3) + PART * part;
         }
         left = v.rows - row();
         full = fx_quads(v.p, ld) && v.rows >= R;
-        next = v.p + (INNER ? static_cast<long long>(row()) * ld + k : static_cast<long long>(k) * ld + row());
+        next = v.p + (INNER ? static_cast<long long>(row()) * ld + k(thread)
+                            : static_cast<long long>(k(thread)) * ld + row());
     }
 
     // The thread's first row.
     static __device__ __forceinline__ int row() {
         const int thread = static_cast<int>(threadIdx.x);
         return INNER ? thread >> 2 : 4 * ((thread & 7) + 8 * (thread / (8 * (4 / PART)) % (R / 32)));
+    }
+
+    // The k of its first unit, within the stage.
+    static __device__ __forceinline__ int k(int thread) {
+        const int chunk = thread / (8 * (4 / PART)) / (R / 32), part = (thread >> 3) % (4 / PART);
+        return WORD * (INNER ? 4 * (thread & 3) : 4 * chunk + PART * part);
     }
 
     // How far unit u lies behind the first: in panels, in k, and (INNER) in rows.
@@ -103,9 +107,10 @@ struct LinearStaged {
             for (int i = 0; i < UNITS * LOADS; ++i) fx_load(held[i / LOADS][i % LOADS], load(i), 4, true);
         } else {
             const bool quads = fx_quads(next, ld);  // as for the first stage: 16 bytes from there, or ld says no
+            const int k0 = k(fx_linear_again(static_cast<int>(threadIdx.x)));  // rarely needed: not worth a register
             FX_UNROLL
             for (int i = 0; i < UNITS * LOADS; ++i) {
-                const int u = i / LOADS, further = k_left - k - ks(u) - i % LOADS * (INNER ? 4 : 1);
+                const int u = i / LOADS, further = k_left - k0 - ks(u) - i % LOADS * (INNER ? 4 : 1);
                 const int exist = INNER ? (rows(u) < left ? further : 0) : (further > 0 ? left : 0);
                 fx_load(held[u][i % LOADS], load(i), exist, quads);
             }
@@ -113,8 +118,8 @@ struct LinearStaged {
         next += INNER ? KW * WORD : static_cast<long long>(KW * WORD) * ld;
     }
 
-    // Rounds what was fetched and stores it.
-    __device__ __forceinline__ void stash(unsigned* stage, const float (&held)[UNITS][LOADS][4]) const {
+    // Rounds what was fetched and stores it. The scale is that of the source it was fetched from.
+    __device__ __forceinline__ void stash(unsigned* stage, const float (&held)[UNITS][LOADS][4], float scale) const {
         FX_UNROLL
         for (int u = 0; u < UNITS; ++u) {
             if constexpr (INNER) {
@@ -175,7 +180,7 @@ __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4],
     if constexpr (T::GROUPS > 1) fx_linear_reduce<T>(shared, use);
 }
 
-template <int WORD, int BM_, int BN_, int KW, int WM, int WN>
+template <int WORD, int BM_, int BN_, int KW, int WM, int WN, int AHEAD>
 struct StagedTile {
     static constexpr int BM = BM_;
     static constexpr int BN = BN_;
@@ -217,7 +222,7 @@ struct StagedTile {
         int begun = 0;  // sources
         const auto begin = [&] {
             const LinearSource s = source(begun++);
-            depth = s.depth;
+            depth = s.live ? s.depth : 0;
             a = A(s.a);
             b = B(s.b);
         };
@@ -236,35 +241,9 @@ struct StagedTile {
         const int even_a = fx_linear_chunk<BM>(0, at.row + row, lane & 3);
         const int even_b = fx_linear_chunk<BN>(0, at.column + row, lane & 3);
         const int odd_a = even_a ^ 16, odd_b = even_b ^ 16;
-        float held_a[A::UNITS][A::LOADS][4], held_b[B::UNITS][B::LOADS][4];
         unsigned* const stages = reinterpret_cast<unsigned*>(shared);
         int now = 0;  // where the current one of the two stages begins
-        if (SUM && count > 0) begin();
-        bool more = SUM ? depth > 0 : advance();
-        if (more) {
-            a.fetch(held_a, depth);
-            b.fetch(held_b, depth);
-        }
-#pragma unroll 1
-        while (more) {
-            if constexpr (SUM) {
-                FX_UNROLL
-                for (int u = 0; u < A::UNITS; ++u) {
-                    FX_UNROLL
-                    for (int l = 0; l < A::LOADS; ++l) {
-                        FX_UNROLL
-                        for (int r = 0; r < 4; ++r) sums.row[r] += held_a[u][l][r];
-                    }
-                }
-            }
-            a.stash(stages + now, held_a);
-            b.stash(stages + now + BM * KW, held_b);
-            __syncthreads();
-            more = advance();
-            if (more) {
-                a.fetch(held_a, depth);
-                b.fetch(held_b, depth);
-            }
+        const auto compute = [&] {
             FX_UNROLL
             for (int p = 0; p < PANELS / GROUPS; ++p) {
                 const int panel = p * GROUPS + at.group;
@@ -295,8 +274,46 @@ struct StagedTile {
                 }
                 fx_mma<WORD, 2>(sums.acc, fa, fb);
             }
-            now = STAGE - now;
+        };
+        float held_a[AHEAD][A::UNITS][A::LOADS][4], held_b[AHEAD][B::UNITS][B::LOADS][4], scale[AHEAD];
+        bool more[AHEAD];
+        if (SUM && count > 0) begin();
+        FX_UNROLL
+        for (int n = 0; n < AHEAD; ++n) {
+            more[n] = SUM && n == 0 ? depth > 0 : advance();
+            if (more[n]) {
+                a.fetch(held_a[n], depth);
+                b.fetch(held_b[n], depth);
+                scale[n] = a.scale;
+            }
         }
+        const auto run = [&] {
+#pragma unroll 1
+            while (true) {
+                FX_UNROLL
+                for (int n = 0; n < AHEAD; ++n) {
+                    if (!more[n]) return;
+                    if constexpr (SUM) {
+                        FX_UNROLL
+                        for (int i = 0; i < A::UNITS * A::LOADS * 4; ++i) {
+                            sums.row[i % 4] += held_a[n][i / 4 / A::LOADS][i / 4 % A::LOADS][i % 4];
+                        }
+                    }
+                    a.stash(stages + now, held_a[n], scale[n]);
+                    b.stash(stages + now + BM * KW, held_b[n], 1.0f);
+                    __syncthreads();
+                    more[n] = advance();
+                    if (more[n]) {
+                        a.fetch(held_a[n], depth);
+                        b.fetch(held_b[n], depth);
+                        scale[n] = a.scale;
+                    }
+                    compute();
+                    now = STAGE - now;
+                }
+            }
+        };
+        run();
         __syncthreads();
     }
 
@@ -402,7 +419,7 @@ struct DirectTile {
                 const LinearSource s = source(begun++);
                 const int first = 16 * ((warp - steps) & 7);
                 steps += (s.depth + 15) / 16;
-                depth = s.depth - first;
+                depth = s.live ? s.depth - first : 0;
                 a = A(s.a, row, first + k);
                 b = B(s.b, row, first + k);
             }
@@ -468,11 +485,11 @@ struct DirectTile {
 };
 
 template <int WORD>
-using Tensor128x128 = StagedTile<WORD, 128, 128, 16, 64, 32>;
+using Tensor128x128 = StagedTile<WORD, 128, 128, 16, 64, 32, 2>;
 template <int WORD>
-using Tensor128x64 = StagedTile<WORD, 128, 64, 16, WORD == 1 ? 32 : 64, WORD == 1 ? 32 : 16>;
+using Tensor128x64 = StagedTile<WORD, 128, 64, WORD == 1 ? 32 : 16, 64, 16, 1>;
 template <int WORD>
-using Tensor64x64 = StagedTile<WORD, 64, 64, 32, WORD == 1 ? 32 : 16, 32>;  // tf32: 2 groups
+using Tensor64x64 = StagedTile<WORD, 64, 64, 32, WORD == 1 ? 32 : 16, 32, 1>;  // tf32: 2 groups
 template <int WORD>
 using Tensor32x32 = DirectTile<WORD, 32, 32>;
 template <int WORD>

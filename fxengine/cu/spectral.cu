@@ -1,8 +1,9 @@
 // fx_spectral: one power iteration on w [rows, cols] (row-major, no gaps) and, if it is too long, its rescaling.
 //   u = normalize(w v)   v = normalize(w^T u)   sigma = u^T w v   w *= sn_max / sigma if sigma is finite and > sn_max
 //   normalize(x) = x / max(|x|, 1e-12). sigma is that of w before it is scaled. Nothing is written when skip is set.
-// One block of 1024 threads per matrix, all matrices in one launch. w is read twice, a third time to scale it. Dot
-// products in float, the norms in double, every sum in fixed order.
+// One block of 512 threads per matrix, all matrices in one launch. Up to 128 x 288 elements stay in registers after one
+// reading; a larger w is read twice, a third time to scale it. Dot products in float, the norms in double, every sum in
+// fixed order.
 // A matrix that is not finite gives a NaN sigma and NaN in v, and stays as it is.
 #include "fx.cuh"
 
@@ -19,19 +20,21 @@ struct Spectral {
     int cols;
 };
 
-constexpr int SPECTRAL_THREADS = 1024;
-constexpr int SPECTRAL_WARPS = 32;
+constexpr int SPECTRAL_THREADS = 512;
+constexpr int SPECTRAL_WARPS = 16;
 // Columns per round of w^T u: 9 per lane, since the matrices are a little wider than a power of two: h2 and a few more.
 constexpr int SPECTRAL_LANE = 9;
 constexpr int SPECTRAL_ROUND = 32 * SPECTRAL_LANE;
+// Rows that a warp keeps in registers.
+constexpr int SPECTRAL_KEPT = 8;
 
-// As fx_block_sum, for 32 warps: each adds the same 32 numbers in the same order.
+// As fx_block_sum, for 16 warps: each adds the same 16 numbers in the same order.
 __device__ __forceinline__ double spectral_sum(double value, double* scratch) {
     value = fx_warp_sum(value);
     __syncthreads();  // an earlier use of scratch is over
     if ((threadIdx.x & 31u) == 0) scratch[threadIdx.x >> 5] = value;
     __syncthreads();
-    return fx_warp_sum(scratch[threadIdx.x & 31u]);
+    return fx_lanes_sum<SPECTRAL_WARPS>(scratch[threadIdx.x & (SPECTRAL_WARPS - 1u)]);
 }
 
 // max(norm, 1e-12) that lets NaN through.
@@ -116,16 +119,10 @@ __device__ __forceinline__ void spectral_scale(const Spectral& record, float fac
     for (long long i = done + thread; i < length; i += SPECTRAL_THREADS) record.w[i] *= factor;
 }
 
-extern "C" __global__ void __launch_bounds__(1024) fx_spectral(const Spectral* table, int count) {
-    __shared__ float partial[SPECTRAL_WARPS * SPECTRAL_ROUND];
-    __shared__ double scratch[SPECTRAL_WARPS];
-    int tile;
-    const Spectral record = fx_record(table, count, tile);
+// The whole step in global memory.
+__device__ __forceinline__ void spectral_large(const Spectral& record, float* partial, double* scratch) {
     const int thread = static_cast<int>(threadIdx.x);
-    fx_wait();
-    fx_trigger();
     if (*record.skip != 0) return;
-
     spectral_rows(record);
     __syncthreads();
     double squares = 0.0;
@@ -150,4 +147,100 @@ extern "C" __global__ void __launch_bounds__(1024) fx_spectral(const Spectral* t
     const double limit = static_cast<double>(*record.sn_max);
     if (thread == 0) *record.sigma = static_cast<float>(sigma);
     if (fx_finite(sigma) && sigma > limit) spectral_scale(record, static_cast<float>(limit / sigma));
+}
+
+// Sums over the warp of 8 values at once: lane l gets that of value l / 4. Each step of the first three halves the
+// values that a lane still has to add.
+__device__ __forceinline__ float spectral_sums(const float (&value)[SPECTRAL_KEPT]) {
+    const int lane = static_cast<int>(threadIdx.x & 31u);
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool high = (lane & 16) != 0;
+        four[i] = (high ? value[i + 4] : value[i]) +
+                  __shfl_xor_sync(0xffffffffu, high ? value[i] : value[i + 4], 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const bool high = (lane & 8) != 0;
+        two[i] = (high ? four[i + 2] : four[i]) + __shfl_xor_sync(0xffffffffu, high ? four[i] : four[i + 2], 8);
+    }
+    const bool high = (lane & 4) != 0;
+    return fx_lanes_sum<4>((high ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 4));
+}
+
+// The whole step with w in registers: warp i has the rows 8 i ... 8 i + 7, lane l of it the columns l, l + 32, ...
+__device__ __forceinline__ void spectral_small(const Spectral& record, float* partial, double* scratch) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread & 31, warp = thread >> 5;
+    const int cols = record.cols, left = cols - lane;
+    const int last = record.rows - 1, row0 = SPECTRAL_KEPT * warp;
+    float w[SPECTRAL_KEPT][SPECTRAL_LANE];
+#pragma unroll
+    for (int r = 0; r < SPECTRAL_KEPT; ++r) {  // a row past the end becomes the last one, and gets a u of 0
+        const float* const line = record.w + (row0 + r < last ? row0 + r : last) * cols + lane;
+#pragma unroll
+        for (int k = 0; k < SPECTRAL_LANE; ++k) w[r][k] = 32 * k < left ? line[32 * k] : 0.0f;
+    }
+    float dot[SPECTRAL_KEPT] = {};
+#pragma unroll
+    for (int k = 0; k < SPECTRAL_LANE; ++k) {
+        const float x = 32 * k < left ? record.v[lane + 32 * k] : 0.0f;
+#pragma unroll
+        for (int r = 0; r < SPECTRAL_KEPT; ++r) dot[r] += w[r][k] * x;
+    }
+    const double limit = static_cast<double>(*record.sn_max);
+    if (*record.skip != 0) return;
+    float u = spectral_sums(dot);  // of row lane / 4
+    if (row0 + lane / 4 > last) u = 0.0f;
+    const double part = lane % 4 == 0 ? static_cast<double>(u) * static_cast<double>(u) : 0.0;
+    double inverse = 1.0 / spectral_floor(sqrt(spectral_sum(part, scratch)));
+    u = static_cast<float>(u * inverse);
+    if (lane % 4 == 0 && row0 + lane / 4 <= last) record.u[row0 + lane / 4] = u;
+
+    float sum[SPECTRAL_LANE] = {};
+#pragma unroll
+    for (int r = 0; r < SPECTRAL_KEPT; ++r) {
+        const float scale = __shfl_sync(0xffffffffu, u, 4 * r);
+#pragma unroll
+        for (int k = 0; k < SPECTRAL_LANE; ++k) sum[k] += w[r][k] * scale;
+    }
+#pragma unroll
+    for (int k = 0; k < SPECTRAL_LANE; ++k) partial[warp * SPECTRAL_ROUND + lane + 32 * k] = sum[k];
+    __syncthreads();
+    float v = 0.0f;  // of column `thread`
+    if (thread < cols) {
+#pragma unroll
+        for (int i = 0; i < SPECTRAL_WARPS; ++i) v += partial[i * SPECTRAL_ROUND + thread];
+    }
+    const double squares = spectral_sum(static_cast<double>(v) * static_cast<double>(v), scratch);
+    inverse = 1.0 / spectral_floor(sqrt(squares));
+    if (thread < cols) record.v[thread] = static_cast<float>(v * inverse);
+    const double sigma = squares * inverse;
+    if (thread == 0) *record.sigma = static_cast<float>(sigma);
+    if (!fx_finite(sigma) || !(sigma > limit)) return;
+    const float factor = static_cast<float>(limit / sigma);
+#pragma unroll
+    for (int r = 0; r < SPECTRAL_KEPT; ++r) {
+        if (row0 + r > last) break;
+        float* const line = record.w + (row0 + r) * cols + lane;
+#pragma unroll
+        for (int k = 0; k < SPECTRAL_LANE; ++k) {
+            if (32 * k < left) line[32 * k] = w[r][k] * factor;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512) fx_spectral(const Spectral* table, int count) {
+    __shared__ float partial[SPECTRAL_WARPS * SPECTRAL_ROUND];
+    __shared__ double scratch[SPECTRAL_WARPS];
+    int tile;
+    const Spectral record = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    if (record.rows <= SPECTRAL_KEPT * SPECTRAL_WARPS && record.cols <= SPECTRAL_ROUND) {
+        spectral_small(record, partial, scratch);
+    } else {
+        spectral_large(record, partial, scratch);
+    }
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from fxengine.driver.errors import (
     SimulatedDeviceWarning,
 )
 from fxengine.driver.resource import Activation, Core, Resource, capturing, defer, drain
+from fxengine.driver.source import KernelSource
 from fxengine.driver.stream import Event, Stream
 from fxengine.driver.target import DeviceProperties, Target
 
@@ -173,19 +176,34 @@ class Device:
         with self.capture_lock, self.activate():
             self.driver.cuCtxSynchronize()
 
-    def module(self, name: str) -> Module:
-        """The kernels of fxengine/cu/`name`, or of a .cu file at an absolute path: compiled, loaded, kept.
+    def module(self, source: str | KernelSource) -> Module:
+        """The kernels of fxengine/cu/`source`, of a .cu file at an absolute path, or of a source given as text.
 
-        Raises CompileError, and FxError inside a capture: load before.
+        Compiled, loaded, and kept under its name. Raises CompileError, and FxError inside a capture: load before.
         """
         from fxengine.driver.module import Module
 
+        name = source if isinstance(source, str) else source.name
         with self._lock:
             self.check_open()
             module = self._modules.get(name)
             if module is None:
-                module = self._modules[name] = Module(self, name, sanitize=self._sanitize)
+                loaded = KernelSource.load(source) if isinstance(source, str) else source
+                module = self._modules[name] = Module(self, name, loaded, sanitize=self._sanitize)
             return module
+
+    def compile_all(self, sources: Iterable[str | KernelSource]) -> None:
+        """Compile sources that are not in the cache yet, side by side; `module` then finds them there."""
+        from fxengine.driver.module import compiled
+
+        with self._lock:
+            known = set(self._modules)
+        wanted = {s if isinstance(s, str) else s.name: s for s in sources}
+        loaded = [KernelSource.load(s) if isinstance(s, str) else s for name, s in wanted.items() if name not in known]
+        if len(loaded) < 2:
+            return
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(lambda source: compiled(self, source, self._sanitize), loaded))
 
     def launch_failed(self, call: str, arguments: tuple[Any, ...], result: Any) -> None:
         """Follow up a launch made without `activate()`: repeat it in our context if that was missing, else raise.

@@ -212,14 +212,14 @@ class Module(Resource):
     rank = 6
     handle: Any
 
-    def __init__(self, device: Device, name: str, *, sanitize: str | None = None) -> None:
+    def __init__(self, device: Device, name: str, source: KernelSource, *, sanitize: str | None = None) -> None:
         """Not for callers: use `Device.module`."""
         if capturing():
             raise FxError(f"module {name!r} cannot be loaded inside a capture; load it before with device.module")
         self.name = name
-        self.source = KernelSource.load(name)
+        self.source = source
         self.parsed = parse_source(self.source.name, self.source.text, self.source.headers)
-        self.path = _compiled(device, self.source, sanitize)
+        self.path = compiled(device, self.source, sanitize)
         """The cubin, or the shared object of the simulated device."""
         self._structs: dict[str, StructLayout] = {}
         self._kernels: dict[str, Kernel] = {}
@@ -270,7 +270,8 @@ class Module(Resource):
         super().close()
 
 
-def _compiled(device: Device, source: KernelSource, sanitize: str | None) -> Path:
+def compiled(device: Device, source: KernelSource, sanitize: str | None) -> Path:
+    """The cubin of a source, or the shared object of the simulated device: from the cache, or built now."""
     if device.kind == "sim":
         from fxengine.driver.sim.build import build_shared_object
 

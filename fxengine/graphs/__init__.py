@@ -12,7 +12,7 @@ from fxengine.graphs.program import (
     ProgramError,
     Tensor,
 )
-from fxengine.graphs.schedule import Node, depth, schedule
+from fxengine.graphs.schedule import Node, Part, depth, schedule
 from fxengine.graphs.stepgraph import Census, StepGraph, node_times
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Family",
     "Launch",
     "Node",
+    "Part",
     "Plan",
     "Program",
     "ProgramError",

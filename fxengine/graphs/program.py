@@ -162,6 +162,8 @@ class Family:
         tiles: number of blocks that a record needs, from its fields.
         late: the planner puts such records as late as their readers allow, so that they share one launch
             (weight gradients: nothing but the optimizer waits for them).
+        shared: bytes of dynamic shared memory of a block.
+        alone: never share a launch with another family: this one waits for something slow.
     """
 
     name: str
@@ -170,6 +172,8 @@ class Family:
     struct: str
     tiles: Callable[[Mapping[str, Any]], int]
     late: bool = False
+    shared: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,45 +3,65 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxengine.graphs.program import ZEROED, Family, Launch, Program, Region
 
 
 @dataclass(frozen=True)
+class Part:
+    """Records of one family in a launch."""
+
+    family: Family
+    records: tuple[Launch, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the records need together."""
+        return sum(self.family.tiles(record.fields) for record in self.records)
+
+
+@dataclass(frozen=True)
 class Node:
-    """One node of the graph to be: the memset, or one launch over the records of one family.
+    """One node of the graph to be: the memset, or one launch over the records of one or several families.
 
     Attributes:
-        family: the kernel family; None for the memset that clears the zeroed arena.
-        records: the records of the launch, in program order.
+        parts: the records of the launch, by family; none for the memset that clears the zeroed arena.
         level: longest path from a root, in nodes; roots are level 0.
         after: indices of the nodes it directly depends on (transitively reduced).
     """
 
-    family: Family | None
-    records: tuple[Launch, ...]
+    parts: tuple[Part, ...]
     level: int
     after: tuple[int, ...]
 
     @property
+    def records(self) -> tuple[Launch, ...]:
+        """All records of the launch."""
+        return tuple(record for part in self.parts for record in part.records)
+
+    @property
     def name(self) -> str:
-        """Family name, or `memset`."""
-        return self.family.name if self.family else "memset"
+        """Names of its families, or `memset`."""
+        return "+".join(part.family.name for part in self.parts) if self.parts else "memset"
 
     @property
     def label(self) -> str:
         """Labels of its records."""
-        return ", ".join(r.label for r in self.records) if self.records else "clear the zeroed arena"
+        return ", ".join(r.label for r in self.records) if self.parts else "clear the zeroed arena"
 
 
-def schedule(program: Program) -> tuple[Node, ...]:
+def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -> tuple[Node, ...]:
     """Nodes of a program in a valid order of execution.
 
     Two records depend on each other when one writes what the other reads or writes; the earlier one in the program
     goes first. Records of one family and level share a launch. Records of a `late` family wait until just before
     their first reader, which brings all weight gradients into one launch.
+
+    Args:
+        program: the program.
+        fuses: says which parts may share a launch with parts of other families at the same level; None for none.
     """
     records = program.launches
     before = _dependencies(records)
@@ -51,22 +71,32 @@ def schedule(program: Program) -> tuple[Node, ...]:
     groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
     for i, record in enumerate(records):
         groups[levels[i], record.family].append(i)
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[1][0]))
+    launches: list[list[tuple[Part, list[int]]]] = []
+    shared: dict[int, list[tuple[Part, list[int]]]] = {}
+    for (level, family), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0])):
+        part = Part(family, tuple(records[i] for i in members))
+        if fuses is not None and fuses(part):
+            if level not in shared:
+                launches.append(shared.setdefault(level, []))
+            shared[level].append((part, members))
+        else:
+            launches.append([(part, members)])
 
     first = 1 if clears else 0
-    node_of = {i: first + n for n, (_, members) in enumerate(ordered) for i in members}
+    node_of = {i: n for n, launch in enumerate(launches, start=first) for _, members in launch for i in members}
     after: list[set[int]] = [set()] if clears else []
-    for _, members in ordered:
-        deps = {node_of[j] for i in members for j in before[i]}
-        if clears and any(_touches_zeroed(records[i]) for i in members):
+    for launch in launches:
+        indices = [i for _, members in launch for i in members]
+        deps = {node_of[j] for i in indices for j in before[i]}
+        if clears and any(_touches_zeroed(records[i]) for i in indices):
             deps.add(0)
         after.append(deps)
     reduced = _transitive_reduction(after)
 
-    nodes = [Node(None, (), 0, ())] if clears else []
-    for n, ((_, family), members) in enumerate(ordered, start=first):
+    nodes = [Node((), 0, ())] if clears else []
+    for n, launch in enumerate(launches, start=first):
         level = 1 + max((nodes[d].level for d in reduced[n]), default=-1)
-        nodes.append(Node(family, tuple(records[i] for i in members), level, tuple(sorted(reduced[n]))))
+        nodes.append(Node(tuple(part for part, _ in launch), level, tuple(sorted(reduced[n]))))
     return tuple(nodes)
 
 

@@ -63,7 +63,8 @@ class StepGraph:
         records: Counter[str] = Counter()
         for step in self._steps:
             if step.kernel is not None:
-                records[step.node.name] += len(step.node.records)
+                for part in step.node.parts:
+                    records[part.family.name] += len(part.records)
         return Census(
             depth=_depth(nodes, edges),
             nodes=dict(Counter(self._graph.node_type(n) for n in nodes)),

@@ -301,10 +301,23 @@ class StepBuilder:
         return sums
 
     def _optimize(self) -> Guard:
-        """Norms, clip and Adam, then what follows from the new parameters: spectral norm, oracles, targets."""
+        """Norms, clip, Adam and most targets, then what follows from the new parameters: spectral norm, oracles.
+
+        Targets of matrices whose spectral norm is limited come behind that, beside the oracles.
+        """
         program, groups = self.program, self.groups
         norms = {group.name: self.report(f"grad_norm.{group.name}") for group in groups}
-        guard = optimize(program, groups, signal=self.signal, counters=self.counters, norms=norms)
+        copied = {name for target in self.target_groups for name in target}
+        later = [name for name in self._spectral if name in copied]
+        guard = optimize(
+            program,
+            groups,
+            signal=self.signal,
+            counters=self.counters,
+            norms=norms,
+            targets=self.target_groups,
+            later=later,
+        )
         for name in self._spectral:
             short = name.removeprefix("w_")
             w = groups[name].value
@@ -316,5 +329,5 @@ class StepBuilder:
             self.mirror(f"bound.{family}.{group.name}" for group in groups for family in BOUND_FAMILIES)
             if self.with_oracles:
                 oracles(program, groups, signal=self.signal, counters=self.counters, guard=guard, every=1)
-        polyak(program, self.target_groups, signal=self.signal, guard=guard)
+        polyak(program, self.target_groups, signal=self.signal, guard=guard, only=later)
         return guard

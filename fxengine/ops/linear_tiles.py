@@ -78,7 +78,7 @@ def choose_tile(target: Target, rows: int, columns: int, depth: int, *, precisio
     A pure function of its arguments.
     """
     tiles = TILES[precision]
-    return min(tiles, key=lambda name: _cost(target, tiles[name], rows, (columns,), depth, precision=precision))
+    return min(tiles, key=lambda name: _cost(target, tiles[name], rows, (columns,), depth))
 
 
 def choose_dw(
@@ -105,7 +105,7 @@ def choose_dw(
     ]
 
     def cost(choice: tuple[str, int]) -> float:
-        return _cost(target, tiles[choice[0]], rows, columns, depth, precision=precision, slices=choice[1], share=8)
+        return _cost(target, tiles[choice[0]], rows, columns, depth, slices=choice[1], share=8)
 
     return min(choices, key=cost)
 
@@ -117,7 +117,6 @@ def _cost(
     columns: tuple[int, ...],
     depth: int,
     *,
-    precision: str,
     slices: int = 1,
     share: int = 1,
 ) -> float:

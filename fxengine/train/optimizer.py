@@ -6,22 +6,27 @@ Adam: Kingma and Ba, "Adam: a method for stochastic optimization" (ICLR 2015), w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.graphs import Family, Program, Tensor
+from fxengine.graphs import CONSTANTS, Family, Program, Tensor
 from fxengine.train.groups import ParamGroup
 
+if TYPE_CHECKING:
+    from fxengine.train.targets import TargetGroup
+
 _NORM_TILE = 4096
-_ADAM_TILE = 1024
+_ADAM_TILE = 2048
+# Elements that two words of `Adam.kinds` describe: 32 quads.
+_KIND_SPAN = 128
 
 
 def _norm_tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["length"]) // _NORM_TILE)
+    return -(-int(fields["length"]) // _NORM_TILE) + (1 if fields["corrections"] else 0)
 
 
 def _adam_tiles(fields: Mapping[str, Any]) -> int:
@@ -38,7 +43,7 @@ SignalLookup: TypeAlias = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Guard:
-    """Results of `norm` on the device.
+    """Results of the optimizer on the device, for what comes behind it.
 
     Attributes:
         scales: float32 [groups], factor that clips the group's gradient.
@@ -60,121 +65,155 @@ def optimize(
     signal: SignalLookup,
     counters: Tensor,
     norms: Mapping[str, Tensor],
+    targets: Iterable[TargetGroup] = (),
+    later: Collection[str] = (),
 ) -> Guard:
-    """Append `norm`, then `adam`. The gradients must be complete in the program by then; once per program."""
-    members = tuple(groups)
-    guard = norm(program, members, signal=signal, counters=counters, norms=norms)
-    adam(program, members, signal=signal, guard=guard)
-    return guard
+    """Append gradient norms, clip factors, the guard, Adam, and what follows the parameters in the same pass.
 
-
-def norm(
-    program: Program,
-    groups: Sequence[ParamGroup],
-    *,
-    signal: SignalLookup,
-    counters: Tensor,
-    norms: Mapping[str, Tensor],
-) -> Guard:
-    """Append the gradient norms of all groups, clip factors, the guard's flag and Adam's bias corrections.
-
-    All groups must be given at once, since the last block of the launch looks at all of them.
+    The gradients must be complete in the program by then; once per program. Nothing changes, bit for bit, but the norms
+    and the guard, while a norm is not finite.
 
     Args:
         program: program to append to.
         groups: every group that the optimizer updates.
-        signal: must know `clip.<group>`, `beta1`, `beta2`.
+        signal: must know `beta1`, `beta2`, `adam_eps`, `weight_decay`, `eps_clamp_floor`, for every group
+            `clip.<group>`, `lr.<group>` and `bound.<family>.<group>` for the families weight, adam_m, adam_v, grad
+            (0 = no bound known), and with targets `polyak_tau`.
         counters: uint64 [4]; this step's t is counters[1] + 1.
         norms: float32 [1] by group name, receives the gradient norm before clipping.
+        targets: target copies, moved by polyak_tau towards the new parameters.
+        later: names of parameters whose targets stay where they are: something will change the parameters again, and
+            `polyak` comes behind it.
 
     Raises:
-        ValueError: no group, or an index that two groups share or that is outside 0..63.
+        ValueError: no group, an index that two groups share or that is outside 0..63, targets of a group that is not
+            updated, or a name of `later` without a target.
     """
-    indices = [g.index for g in groups]
-    if not groups or len(set(indices)) != len(indices) or not all(0 <= i < 64 for i in indices):
+    members = tuple(groups)
+    indices = [g.index for g in members]
+    if not members or len(set(indices)) != len(indices) or not all(0 <= i < 64 for i in indices):
         raise ValueError(f"the optimizer needs groups with distinct indices in 0..63, got {indices}")
+    copies = {t.name: t for t in targets}
+    known = {name for copy in copies.values() for name in copy}
+    if strays := [*(set(copies) - {g.name for g in members}), *(set(later) - known)]:
+        raise ValueError(f"no updated group or target {sorted(strays)}; targets are those of {sorted(copies)}")
     guard = Guard(
-        scales=program.tensor("optimizer.scales", (len(groups),)),
+        scales=program.tensor("optimizer.scales", (len(members),)),
         skip=program.tensor("optimizer.skip", (1,), np.uint32),
         group_mask=program.tensor("optimizer.group_mask", (1,), np.uint64),
         corrections=program.tensor("optimizer.corrections", (2,)),
     )
-    beta1, beta2 = signal("beta1"), signal("beta2")
-    clips = [signal(f"clip.{g.name}") for g in groups]
-    # Every record reads what all of them read, so that all become ready together and share one launch. What one block
-    # does for all of them stands in the first record alone: two writers of one tensor would wait for each other.
-    reads = [*(g.grads for g in groups), *clips, counters, beta1, beta2]
-    ticket = program.tensor("optimizer.ticket", (1,), np.uint32, arena="optimizer", data=np.zeros(1, np.uint32))
-    shared: dict[str, Tensor] = {
-        "ticket": ticket,
-        "skip": guard.skip,
-        "group_mask": guard.group_mask,
-        "corrections": guard.corrections,
-    }
-    for i, group in enumerate(groups):
-        length = group.grads.size
-        partials = program.tensor(f"optimizer.partials.{group.name}", (-(-length // _NORM_TILE),), np.float64)
-        scale = guard.scales.rows(i, i + 1)
+    partials = _norm(program, members, signal=signal, counters=counters, guard=guard)
+    _adam(program, members, partials, signal=signal, guard=guard, norms=norms, targets=copies, later=later)
+    return guard
+
+
+def _norm(
+    program: Program, groups: Sequence[ParamGroup], *, signal: SignalLookup, counters: Tensor, guard: Guard
+) -> list[Tensor]:
+    """Append the sums of squares of all gradients and Adam's bias corrections; returns the partial sums by group."""
+    counts = [-(-g.size // _NORM_TILE) for g in groups]
+    ends = np.cumsum(counts)
+    whole = program.tensor("optimizer.partials", (int(ends[-1]),), np.float64)
+    partials = [whole.rows(int(end) - n, int(end)) for n, end in zip(counts, ends, strict=True)]
+    scalars = {"counters": counters, "beta1": signal("beta1"), "beta2": signal("beta2")}
+    # Every record reads what all of them read, so that all become ready together and share one launch.
+    reads = [*(g.grads for g in groups), *scalars.values()]
+    for i, (group, part) in enumerate(zip(groups, partials, strict=True)):
+        corrections = guard.corrections if i == 0 else None
         program.launch(
             NORM,
             {
                 "grads": group.grads,
-                "partials": partials,
-                "clip": clips[i],
-                "norm": norms[group.name],
-                "scale": scale,
-                "counters": counters,
-                "beta1": beta1,
-                "beta2": beta2,
-                "length": length,
-                "group": group.index,
-                **(shared if i == 0 else dict.fromkeys(shared, 0)),
+                "partials": part,
+                **scalars,
+                "corrections": corrections or 0,
+                "length": group.size,
             },
             reads=reads,
-            writes=[partials, norms[group.name], scale, *(shared.values() if i == 0 else ())],
+            writes=[part, corrections],
             label=f"norm.{group.name}",
         )
-    return guard
+    return partials
 
 
-def adam(program: Program, groups: Sequence[ParamGroup], *, signal: SignalLookup, guard: Guard) -> None:
-    """Append Adam on every tensor of the groups. Nothing changes, bit for bit, while the guard's flag is set.
-
-    Args:
-        program: program to append to.
-        groups: the groups given to `norm`, in the same order.
-        signal: must know `lr.<group>`, `beta1`, `beta2`, `adam_eps`, `weight_decay`, `eps_clamp_floor` and
-            `bound.<family>.<group>` for the families weight, adam_m, adam_v, grad (0 = no bound known).
-        guard: what `norm` returned.
-    """
-    common = {
-        "skip": guard.skip,
-        "corrections": guard.corrections,
-        "beta1": signal("beta1"),
-        "beta2": signal("beta2"),
-        "eps": signal("adam_eps"),
-        "weight_decay": signal("weight_decay"),
-        "bound_floor": signal("eps_clamp_floor"),
-    }
+def _adam(
+    program: Program,
+    groups: Sequence[ParamGroup],
+    partials: Sequence[Tensor],
+    *,
+    signal: SignalLookup,
+    guard: Guard,
+    norms: Mapping[str, Tensor],
+    targets: Mapping[str, TargetGroup],
+    later: Collection[str],
+) -> None:
+    """Append Adam on all groups, which first finishes their norms and the guard."""
+    whole = replace(partials[0], offset=0, shape=(sum(p.size for p in partials),))
     for i, group in enumerate(groups):
-        scalars = {
-            **common,
-            "scale": guard.scales.rows(i, i + 1),
-            "lr": signal(f"lr.{group.name}"),
-            "weight_bound": signal(f"bound.weight.{group.name}"),
-            "m_bound": signal(f"bound.adam_m.{group.name}"),
-            "v_bound": signal(f"bound.adam_v.{group.name}"),
-            "grad_bound": signal(f"bound.grad.{group.name}"),
+        copy = targets.get(group.name)
+        # In the order of AdamScalar in optimizer.cu.
+        scalars = (
+            signal(f"clip.{group.name}"),
+            signal(f"lr.{group.name}"),
+            *(signal(name) for name in ("beta1", "beta2", "adam_eps", "weight_decay", "eps_clamp_floor")),
+            *(signal(f"bound.{family}.{group.name}") for family in ("weight", "adam_m", "adam_v", "grad")),
+            signal("polyak_tau") if copy else 0,
+            guard.corrections.rows(0, 1),
+            guard.corrections.rows(1, 2),
+        )
+        tensors = {
+            "params": group.params,
+            "grads": group.grads,
+            "m": group.m,
+            "v": group.v,
+            "targets": copy.values if copy else 0,
+            "kinds": _kinds(program, group, later if copy else None),
+            "partials": whole,
         }
-        for p in group.parameters:
-            tensors = {"params": p.value, "grads": p.grad, "m": p.m, "v": p.v}
-            program.launch(
-                ADAM,
-                {**tensors, **scalars, "length": p.value.size, "is_matrix": int(p.is_matrix)},
-                reads=[*tensors.values(), *scalars.values()],
-                writes=[p.value, p.m, p.v],
-                label=f"adam.{p.name}",
-            )
+        results = {
+            "norm": norms[group.name],
+            "scale": guard.scales.rows(i, i + 1),
+            "skip": guard.skip if i == 0 else 0,
+            "group_mask": guard.group_mask if i == 0 else 0,
+        }
+        program.launch(
+            ADAM,
+            {
+                **tensors,
+                "scalars": scalars,
+                **results,
+                "length": group.size,
+                "all_partials": whole.size,
+                "first_partial": partials[i].offset,
+                "partial_count": partials[i].size,
+                "group": group.index,
+            },
+            reads=[t for t in (*tensors.values(), *scalars) if isinstance(t, Tensor)],
+            writes=[
+                *(group.params, group.m, group.v, copy.values if copy else None),
+                *(t for t in results.values() if isinstance(t, Tensor)),
+            ],
+            label=f"adam.{group.name}",
+        )
+
+
+def _kinds(program: Program, group: ParamGroup, later: Collection[str] | None) -> Tensor:
+    """Which quads of a group's buffers are part of a matrix, and which have targets that move with them.
+
+    `later`: parameters whose targets stay; None: all of them.
+    """
+    span = -(-group.size // _KIND_SPAN) * _KIND_SPAN
+    bits = np.zeros((2, span // 4), np.uint8)
+    bits[1] = later is not None
+    for p in group.parameters:
+        quads = slice(p.offset // 4, -(-(p.offset + p.value.size) // 4))
+        bits[0, quads] = p.is_matrix
+        if later is not None and p.name in later:
+            bits[1, quads] = 0
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4").T
+    name = f"optimizer.kinds.{group.name}"
+    return program.tensor(name, words.shape, np.uint32, arena=CONSTANTS, data=np.ascontiguousarray(words, np.uint32))
 
 
 def reference_norms(

@@ -7,7 +7,7 @@ Polyak averaging of a target network as in Lillicrap et al., "Continuous control
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,34 +63,45 @@ class TargetGroup:
         return iter(self._views)
 
 
-def polyak(program: Program, targets: Iterable[TargetGroup], *, signal: SignalLookup, guard: Guard) -> None:
-    """Append, in place: targets += polyak_tau (params - targets), for each group.
+def polyak(
+    program: Program,
+    targets: Iterable[TargetGroup],
+    *,
+    signal: SignalLookup,
+    guard: Guard,
+    only: Collection[str] | None = None,
+) -> None:
+    """Append, in place: targets += polyak_tau (params - targets).
 
-    To come last, after everything that changes the parameters. Nothing is written, bit for bit, while the guard's flag
-    is set or polyak_tau is 0.
+    To come last, after everything that changes the parameters. `optimize` moves the targets that nothing but Adam
+    changes; these are the others. Nothing is written, bit for bit, while the guard's flag is set or polyak_tau is 0.
 
     Args:
         program: program to append to.
         targets: the groups that have targets; they follow the parameters as the records before have left them.
         signal: must know `polyak_tau`.
-        guard: what `norm` returned.
+        guard: what `optimize` returned.
+        only: names of the parameters whose targets move; None moves whole groups.
     """
     tau = signal("polyak_tau")
     for target in targets:
-        params = target.group.params
-        program.launch(
-            POLYAK,
-            {
-                "targets": target.values,
-                "params": params,
-                "tau": tau,
-                "skip": guard.skip,
-                "length": params.size,
-            },
-            reads=[target.values, params, tau, guard.skip],
-            writes=[target.values],
-            label=f"polyak.{target.name}",
-        )
+        pairs = [(target.name, target.values, target.group.params)]
+        if only is not None:
+            pairs = [(p.name, target[p.name], p.value) for p in target.group.parameters if p.name in only]
+        for name, copy, params in pairs:
+            program.launch(
+                POLYAK,
+                {
+                    "targets": copy,
+                    "params": params,
+                    "tau": tau,
+                    "skip": guard.skip,
+                    "length": params.size,
+                },
+                reads=[copy, params, tau, guard.skip],
+                writes=[copy],
+                label=f"polyak.{name}",
+            )
 
 
 def reference_polyak(target: ArrayLike, params: ArrayLike, tau: float) -> NDArray[np.float64]:

@@ -82,6 +82,22 @@ def test_64_queued_replays_with_rates_of_their_own(device: Device) -> None:
         assert queued.graph.census().instantiations == 1
 
 
+def test_a_decomposition_changes_no_bit(device: Device) -> None:
+    """Nor does it cost the plain step a node; it is reported for its own replay alone."""
+    with drawing(device) as plain, drawing(device) as split:
+        nodes = len(split.plan.nodes)
+        for decompose in (False, True, True, False):
+            plain.step()
+            split.step(decompose=decompose)
+            assert plain.state_hash() == split.state_hash()
+            report, other = split.telemetry(), plain.telemetry()
+            assert report is not None and other is not None
+            assert (report.decomposition is not None) == decompose
+            assert other.decomposition is None
+            assert all(report[name] == other[name] for name in other if not name.startswith(("split.", "decomposed")))
+        assert len(split.plan.nodes) == len(plain.plan.nodes) == nodes
+
+
 def test_a_resumed_run_has_the_same_bits(device: Device, tmp_path: Path) -> None:
     """Targets, spectral vectors, bounds, gate and readiness are part of a checkpoint."""
     path = tmp_path / "whole.safetensors"
@@ -91,6 +107,30 @@ def test_a_resumed_run_has_the_same_bits(device: Device, tmp_path: Path) -> None
         straight = after(engine, 3)
     with Engine.load(path, device=device, data=resident()) as resumed:
         assert after(resumed, 3) == straight
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "aux", "iqn"])
+def test_device_owned_signals_are_mirrored_in_every_report(device: Device, lacking: str) -> None:
+    """Gate, readiness and bounds of what the step has, as the replay left them."""
+    config = {
+        "nothing": EVERYTHING,
+        "aux": replace(EVERYTHING, aux_h=0),
+        "iqn": replace(EVERYTHING, iqn_quantiles=0),
+    }[lacking]
+    state, batch = random_case(2, config)
+    with make(device, config) as engine:
+        load(engine, state)
+        feed(engine, batch)
+        for _ in range(2):
+            engine.step()
+            values = snapshot(engine)["signals.device"]
+            report = engine.telemetry()
+            assert report is not None
+            owned = {s.name: s.index for s in engine.builder.signals.slots.values() if s.device_owned}
+            present = {*state["state"], *(f"bound.{f}.{g}" for f in FAMILIES for g in group_shapes(config))}
+            assert present == set(owned) & set(report)
+            for name in present:
+                assert report[name] == values[owned[name]], name
 
 
 def test_quantile_fractions_are_drawn_anew_in_every_step(device: Device) -> None:
@@ -125,19 +165,26 @@ def test_the_helpers_of_these_tests_see_the_engine_s_state(device: Device) -> No
 # -- oracles -----------------------------------------------------------------------------------------------------
 
 
+RARE = replace(EVERYTHING, oracle_every=EVERY)
+
+
 @pytest.fixture(scope="module")
 def rare(device: Device) -> Iterator[Engine]:
     """Oracles every third step, and no bound known at first."""
-    with make(device, replace(EVERYTHING, oracle_every=EVERY)) as engine:
+    with make(device, RARE) as engine:
         yield engine
 
 
-def start(engine: Engine, config: Config = EVERYTHING, t: int = 0) -> None:
+def start(engine: Engine, config: Config = EVERYTHING) -> None:
+    """Step 0 of a state without bounds, at a replay with which the count to the next run of the oracles begins."""
     state, batch = random_case(2, config)
     state["bounds"] = dict.fromkeys(state["bounds"], 0.0)
-    state["step"] = t
+    state["step"] = 0
     load(engine, state)
     feed(engine, batch)
+    while snapshot(engine)["counters"][0] % config.oracle_every:
+        engine.step()
+    load(engine, state)
 
 
 def slots(arrays: Tree) -> dict[int, float]:
@@ -147,7 +194,7 @@ def slots(arrays: Tree) -> dict[int, float]:
 
 
 def test_between_runs_the_slots_stand(rare: Engine) -> None:
-    start(rare)
+    start(rare, RARE)
     history = [slots(snapshot(rare))]
     for _ in range(2 * EVERY + 1):
         rare.step()
@@ -160,8 +207,9 @@ def test_between_runs_the_slots_stand(rare: Engine) -> None:
 
 def test_a_run_takes_the_exact_percentile_of_every_group(rare: Engine) -> None:
     """p99 over all of a group, of what the step leaves: weights after Adam and spectral norm, and both moments."""
-    start(rare, t=EVERY - 1)
-    found = run(rare)
+    start(rare, RARE)
+    for _ in range(EVERY):
+        found = run(rare)
     headroom = np.float32(rare.signals["oracle_headroom"])
     for group, table in group_shapes(EVERYTHING).items():
         for family, kind in (("weight", "param"), ("adam_m", "m"), ("adam_v", "v")):
@@ -176,7 +224,9 @@ def test_a_run_takes_the_exact_percentile_of_every_group(rare: Engine) -> None:
 
 def test_adam_of_the_next_step_uses_the_bounds(rare: Engine) -> None:
     """With next to no headroom the first run leaves bounds that everything after it must keep to."""
-    start(rare, t=EVERY - 1)
+    start(rare, RARE)
+    for _ in range(EVERY - 1):
+        rare.step()
     kept = rare.signals.as_dict()
     rare.signals.update({"oracle_headroom": 0.25, "eps_clamp_floor": 0.0, "sn_max": 100.0})
     try:
@@ -196,13 +246,13 @@ def test_adam_of_the_next_step_uses_the_bounds(rare: Engine) -> None:
 def test_slots_of_absent_groups_stay_zero(device: Device, lacking: str) -> None:
     config = BARE if lacking == "bare" else replace(EVERYTHING, aux_h=0)
     present = set(group_shapes(config))
-    with make(device, replace(config, oracle_every=1)) as engine:
+    with make(device, config) as engine:
         start(engine, config)
         run(engine)
         run(engine)
         found = slots(snapshot(engine))
         assert {g.name for g in engine.builder.groups} == present
-        assert set(engine.builder.signals.groups.values()) == set(GROUPS), "absent groups keep their names and slots"
+        assert set(engine.builder.absent_groups) == set(GROUPS) - present
         for group in GROUPS:
             values = [found[bound_slot(group, family)] for family in FAMILIES]
             assert all(values) if group in present else not any(values), group

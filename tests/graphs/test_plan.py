@@ -145,3 +145,24 @@ def test_node_times_measure_every_node(device: Device) -> None:
         times = node_times(plan, stream=stream, chain=3, repeats=3)
         assert len(times) == len(plan.nodes)
         assert all(t > 0 for t in times)
+
+
+def test_fused_launches_have_the_same_bits(device: Device) -> None:
+    """Parts of two families share a generated kernel; a family whose kernel looks at the grid would stay alone."""
+    program, t = sample(device)
+    with device.stream() as stream, Plan(program, device, fuse=False) as apart, Plan(program, device, fuse=True) as one:
+        assert [n.name for n in apart.nodes] == ["memset", "chain", "other", "chain", "chain"]
+        program_names = [n.name for n in one.nodes]
+        assert program_names == [n.name for n in apart.nodes], "no level of this program has two families"
+        chain(program, t["x"], program.tensor("v", (700,)), t["a"], 3.0, family=OTHER)
+    with device.stream() as stream, Plan(program, device, fuse=False) as apart, Plan(program, device, fuse=True) as one:
+        assert [n.name for n in one.nodes] == ["memset", "chain+other", "other", "chain", "chain"]
+        assert len(apart.nodes) == len(one.nodes) + 1
+        results = []
+        for plan in (apart, one):
+            with plan.capture(stream=stream) as graph:
+                graph.launch(stream=stream)
+                stream.synchronize()
+                assert graph.census().records == {"chain": 4, "other": 2}
+            results.append([plan.buffer(name).read().tobytes() for name in ("y", "z", "w", "v", "sum")])
+        assert results[0] == results[1]

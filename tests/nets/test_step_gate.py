@@ -245,6 +245,35 @@ def test_a_scale_of_zero_keeps_poison_out_of_the_trunk(
     assert touched <= {f"grad.{n}" for n in own}
 
 
+@pytest.mark.parametrize(
+    ("signals", "poison", "groups"),
+    [
+        ({"w_nb": 0.0}, ("b_nb2", np.nan), AUX),
+        ({"w_nb": 0.0}, ("b_nb2", np.inf), AUX),
+        ({"w_regime": 0.0}, ("b_rg2", np.nan), AUX),
+        ({"w_curiosity": 0.0}, ("b_c2", np.nan), ("trunk", "value", "branches", "iqn", "attn", *AUX, "decoders")),
+        ({"w_c51": 0.0, "w_iqn": 0.0, "w_ens": 0.0}, ("reward", np.nan), ("trunk", "value", "branches", "attn", *AUX)),
+        ({"w_c51": 0.0, "w_iqn": 0.0, "w_ens": 0.0}, ("weight", np.inf), ("trunk", "value", "branches", "attn", *AUX)),
+    ],
+)
+def test_a_loss_of_weight_zero_sends_nothing(
+    engine: Engine, signals: dict[str, float], poison: tuple[str, float], groups: tuple[str, ...]
+) -> None:
+    """Whatever it holds: the gradients of these groups are finite and have the bits of a healthy step."""
+    name, value = poison
+    names = {f"grad.{n}" for n in in_groups(engine, *groups)}
+    clean = step_of(engine, *case(0.0, **signals))
+    state, batch = case(0.0, **signals)
+    if name in batch:
+        batch[name] = np.where(np.arange(EVERYTHING.batch) == 4, value, batch[name])
+        assert batch["discount"][4] > 0
+    else:
+        poisoned(state, name, 0, value)
+    sick = step_of(engine, state, batch)
+    assert not clean["skipped"] and changed(clean, sick)
+    assert changed(only(clean, names), only(sick, names)) == set()
+
+
 def test_a_readiness_of_zero_keeps_the_quantiles_out_of_the_trunk(engine: Engine) -> None:
     """Cold readiness: the trunk's gradient does not depend on w_iqn, and a sick θ does not reach it."""
     outs = []

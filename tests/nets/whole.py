@@ -103,15 +103,17 @@ def feed(engine: Engine, batch: Mapping[str, Any]) -> None:
     engine.write(**{name: np.asarray(batch[name]).astype(t.dtype).reshape(t.shape) for name, t in tensors.items()})
 
 
-def run(engine: Engine, batch: Mapping[str, Any] | None = None) -> Tree:
+def run(engine: Engine, batch: Mapping[str, Any] | None = None, *, decompose: bool = False) -> Tree:
     """One step, on this batch or on what the engine has; everything that came of it, named as by the reference."""
     if batch is not None:
         feed(engine, batch)
-    engine.step()
+    engine.step(decompose=decompose)
     engine.synchronize()
     report = engine.telemetry()
     assert report is not None
     found: Tree = {name: np.asarray(value) for name, value in report.items()}
+    if report.decomposition is not None:
+        found["decomposition"] = report.decomposition
     arrays = snapshot(engine)
     found |= {name: a for name, a in arrays.items() if name not in ("signals.device", "counters")}
     found |= {name: engine.output(name) for name in engine.builder.outputs}

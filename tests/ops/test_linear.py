@@ -1,4 +1,4 @@
-"""Linear layers: forward, input gradient, weight gradient, on every tile, against float64."""
+"""Linear layers: forward, input gradient, weight gradient, in every precision, on every tile, against float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fxengine.driver import Device, Target
-from fxengine.graphs import Plan, Program, ProgramError, Tensor
+from fxengine.driver import Device
+from fxengine.graphs import Plan, Program, Tensor
 from fxengine.ops import linear
 from fxengine.ops.linear import Activation
 from tests.support import assert_close
@@ -453,122 +453,3 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str
     finally:
         simulator.set_schedule("greedy", poison="off")
     assert len(found) == 1
-
-
-# -- choice of tiles -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", linear.TILES)
-def test_tile_choice_follows_the_size(precision: str) -> None:
-    h200, tiles = Target.of("sm_90"), linear.TILES[precision]
-    small = tiles[linear.choose_tile(h200, 64, 256, 256, precision=precision)]
-    large = tiles[linear.choose_tile(h200, 131_072, 256, 64, precision=precision)]
-    assert small.rows * small.columns <= 16 * 32
-    assert large.rows * large.columns >= 128 * 64
-    assert linear.choose_tile(Target.of("sim"), 64, 256, 256, precision=precision) in tiles
-
-
-@pytest.mark.parametrize("precision", linear.TILES)
-def test_only_long_sums_are_cut(precision: str) -> None:
-    h200 = Target.of("sm_90")
-    assert linear.choose_dw(h200, 128, (256,), 256, precision=precision)[1] == 1
-    assert linear.choose_dw(h200, 128, (256,), 131_072, precision=precision)[1] >= 16
-    assert linear.choose_dw(h200, 128, (256, 1), 131_072, tile="32x32", precision=precision)[0] == "32x32"
-    assert linear.choose_dw(h200, 4096, (4096,), 131_072, precision=precision)[1] == 1
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-def _errors() -> list[tuple[str, Any]]:
-    def t(p: Program, *shape: int, dtype: Any = np.float32) -> Tensor:
-        return p.tensor(f"t{len(p.storages)}", shape, dtype)
-
-    def inside(p: Program) -> Any:
-        whole = t(p, 4, 10)
-        return linear.forward(p, whole.columns(0, 6), t(p, 5, 6), None, whole.columns(5, 10))
-
-    return [
-        (
-            r"w is 't0' \[5, 7\], expected \[5, 6\]: x is 't1' \[4, 6\] and y is 't2' \[4, 5\]",
-            lambda p: linear.forward(p, w=t(p, 5, 7), x=t(p, 4, 6), y=t(p, 4, 5), b=None),
-        ),
-        (
-            r"x2 is 't1' \[3, 2\], expected \[4, 2\]: y is 't3'",
-            lambda p: linear.forward(p, (t(p, 4, 6), t(p, 3, 2)), t(p, 5, 8), None, t(p, 4, 5)),
-        ),
-        (
-            r"b is 't2' \[4\], expected \[5\]: y is 't3'",
-            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), t(p, 4), t(p, 4, 5)),
-        ),
-        (
-            r"of float64, expected float32",
-            lambda p: linear.forward(p, t(p, 4, 6, dtype=float), t(p, 5, 6), None, t(p, 4, 5)),
-        ),
-        (r"x is 't0' \[6\], expected a matrix", lambda p: linear.forward(p, t(p, 6), t(p, 5, 6), None, t(p, 4, 5))),
-        (r"y 't0' \[4, 5\] overlaps x 't0' \[4, 6\]", inside),
-        (
-            r"accumulate=True cannot go with activation='elu'",
-            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="elu", accumulate=True),
-        ),
-        (
-            r"unknown activation 'gelu', expected one of",
-            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="gelu"),  # type: ignore[arg-type]
-        ),
-        (
-            r"unknown tile '8x8', expected one of \['128x128', .*\] in fp32",
-            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), tile="8x8"),
-        ),
-        (
-            r"1 dy \('t0' \[4, 5\]\), 2 w \('t1' \[5, 6\] beside 't2' \[5, 6\]\) and 1 scales; give one of each",
-            lambda p: linear.backward_dx(p, t(p, 4, 5), (t(p, 5, 6), t(p, 5, 6)), t(p, 4, 6)),
-        ),
-        (
-            r"w\[1\] is 't3' \[3, 6\], expected \[2, 6\]: dy\[1\] is 't1' \[4, 2\]",
-            lambda p: linear.backward_dx(p, (t(p, 4, 5), t(p, 4, 2)), (t(p, 5, 6), t(p, 3, 6)), t(p, 4, 6)),
-        ),
-        (
-            r"activation='relu' is the one that made x; pass x as well",
-            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), activation="relu"),
-        ),
-        (
-            r"scale is 't3' \[2\], expected \[1\]",
-            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 2)),
-        ),
-        (
-            r"17 sources, expected 1 to 16; give the others to a record of their own",
-            lambda p: linear.backward_dx(p, [t(p, 4, 5)] * 17, [t(p, 5, 6)] * 17, t(p, 4, 6)),
-        ),
-        (
-            r"1 dy .* 1 w .* and 2 scales; give one of each for every source",
-            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scales=[None, None]),
-        ),
-        (
-            r"scale and scales are both given",
-            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 1), scales=[None]),
-        ),
-        (
-            r"dx 't1' \[4, 5\] overlaps dy\[1\] 't1' \[4, 5\]",
-            lambda p: (lambda dx: linear.backward_dx(p, [t(p, 4, 5), dx], [t(p, 5, 5), t(p, 5, 5)], dx))(t(p, 4, 5)),
-        ),
-        (
-            r"slices=0, expected at least 1",
-            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), slices=0),
-        ),
-        (
-            r"dw is 't2' \[6, 5\], expected \[5, 6\]: dy is 't0' \[4, 5\] and x is 't1' \[4, 6\]",
-            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 6, 5)),
-        ),
-        (
-            r"db is 't3' \[6\], expected \[5\]",
-            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), t(p, 6)),
-        ),
-    ]
-
-
-@pytest.mark.parametrize(("message", "call"), _errors())
-def test_errors_name_both_sides(message: str, call: Any) -> None:
-    program = Program(Target.of("sm_90"))
-    with pytest.raises(ProgramError, match=message):
-        call(program)
-    assert not program.launches

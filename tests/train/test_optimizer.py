@@ -15,6 +15,7 @@ from fxengine.graphs import Plan, Program, Tensor
 from fxengine.signals import SLOTS, SignalMap
 from fxengine.train.groups import ParamGroup, ParamSpec
 from fxengine.train.optimizer import Hyper, optimize, reference_adam, reference_norms
+from fxengine.train.targets import TargetGroup, reference_polyak
 from tests.support import assert_close
 
 GROUPS = {0: "trunk", 7: "curiosity", 8: "aux_trunk", 10: "decoders"}
@@ -38,6 +39,8 @@ class Case:
         signals: Mapping[str, float] | None = None,
         t: int = 0,
         seed: int = 0,
+        followed: Sequence[int] = (),
+        later: Sequence[str] = (),
     ) -> None:
         program = Program(device.target)
         self.map = SignalMap({g: GROUPS.get(g, f"g{g}") for g in shapes})
@@ -57,13 +60,25 @@ class Case:
             for g, specs in shapes.items()
         ]
         self.norms = {g.name: program.tensor(f"norm.{g.name}", (1,)) for g in self.groups}
-        self.guard = optimize(program, self.groups, signal=self._signal, counters=self.counters, norms=self.norms)
+        self.targets = [TargetGroup(program, g) for g in self.groups if g.index in followed]
+        self.later = later
+        self.guard = optimize(
+            program,
+            self.groups,
+            signal=self._signal,
+            counters=self.counters,
+            norms=self.norms,
+            targets=self.targets,
+            later=later,
+        )
         self.plan = Plan(program, device, guard=True)
         self.stream = device.stream()
         rng = np.random.default_rng(seed)
         for group in self.groups:
             for name in BUFFERS:
                 self.fill(group, name, rng)
+        for target in self.targets:
+            self.plan.buffer(target.values).write(rng.normal(size=target.values.size).astype(np.float32))
 
     def _signal(self, name: str) -> Tensor:
         index = self.map.slot(name).index
@@ -106,11 +121,13 @@ class Case:
 
     def bits(self) -> dict[str, bytes]:
         """Whole buffers, padding included."""
-        return {
-            f"{g.name}.{name}": self.plan.buffer(getattr(g, name)).read().tobytes()
-            for g in self.groups
-            for name in BUFFERS
-        }
+        buffers = {f"{g.name}.{name}": getattr(g, name) for g in self.groups for name in BUFFERS}
+        buffers |= {f"{t.name}.target": t.values for t in self.targets}
+        return {name: self.plan.buffer(tensor).read().tobytes() for name, tensor in buffers.items()}
+
+    def followers(self) -> dict[str, np.ndarray]:
+        """Every target tensor."""
+        return {name: self.plan.buffer(t[name]).read() for t in self.targets for name in t}
 
     def read(self, tensor: Tensor) -> Any:
         return self.plan.buffer(tensor).read()
@@ -246,6 +263,46 @@ def test_a_known_bound_is_never_below_the_floor(device: Device) -> None:
         assert np.abs(case.state()["g0.0"]["params"]).max() == 1.0
 
 
+@pytest.mark.parametrize("tau", [0.005, 0.4, 1.0])
+@pytest.mark.parametrize("later", [(), ("g0.0", "g8.3")])
+def test_targets_follow_the_new_parameters(device: Device, tau: float, later: Sequence[str]) -> None:
+    """Those of some groups, except the tensors that are left to a later record."""
+    with Case(device, signals={"polyak_tau": tau, "lr": 0.1}, followed=(0, 8, 10), later=later) as case:
+        assert [n.name for n in case.plan.nodes] == ["norm", "adam"]
+        before, old = case.state(), case.followers()
+        assert {name[:3] for name in old} == {"g0.", "g8.", "g10"}
+        case.run()
+        case.check(before, 1)
+        after, new = case.state(), case.followers()
+        for name, moved in new.items():
+            expected = old[name] if name in later else reference_polyak(old[name], after[name]["params"], tau)
+            assert_close(moved, expected, factor=2, atol=0.0 if name in later else 1e-6, name=name)
+            assert name in later or np.abs(moved - old[name]).max() > 1e-4
+
+
+def test_targets_change_no_bit_of_the_rest(device: Device) -> None:
+    with Case(device) as alone, Case(device, signals={"polyak_tau": 0.3}, followed=(0, 10)) as case:
+        alone.run()
+        case.run()
+        with_targets = case.bits()
+        assert all(with_targets[name] == bits for name, bits in alone.bits().items())
+
+
+@pytest.mark.parametrize("fault", [True, False])
+def test_a_skipped_step_or_no_tau_moves_no_target(device: Device, fault: bool) -> None:
+    with Case(device, signals={"polyak_tau": 0.5 if fault else 0.0}, followed=(0, 8)) as case:
+        if fault:
+            case.put("g10.0", np.nan)  # of a group without targets
+        else:
+            case.put("g8.0", np.inf, which="params")
+        before = case.bits()
+        case.run()
+        after = case.bits()
+        changed = {name for name in after if after[name] != before[name]}
+        assert changed if not fault else not changed
+        assert not {name for name in changed if name.endswith("target")}
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["g0.2", "g7.0", "g8.1", "g10.0"])
 def test_one_bad_gradient_stops_every_group(device: Device, name: str, bad: float) -> None:
@@ -288,6 +345,19 @@ def test_a_large_finite_norm_is_no_fault(device: Device) -> None:
         after = case.state()["g0.0"]
         m = 0.9 * before["g0.0"]["m"].astype(np.float64) + 0.1 / np.sqrt(32)
         assert_close(after["m"], m, factor=4096)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-17, 1e-15, 1.0, 1e17, 1e19])
+def test_norms_of_any_size(device: Device, scale: float) -> None:
+    """Squares that a thread adds up in float, and those that it may not."""
+    with Case(device, shapes={0: [(5000,)]}) as case:
+        rng = np.random.default_rng(3)
+        grads = (rng.normal(size=5000) * np.where(np.arange(5000) % 7, scale, 1e-3 * scale)).astype(np.float32)
+        grads[1200:1300] = 0
+        case.plan.buffer(case.groups[0].grads).write(grads)
+        case.run()
+        norms, _ = reference_norms([grads], [1.0])
+        assert_close(case.read(case.norms["trunk"]), norms, factor=1, atol=0.0)
 
 
 def test_tiny_gradients_are_counted(device: Device) -> None:
@@ -339,3 +409,15 @@ def test_groups_are_checked(device: Device) -> None:
         optimize(program, groups, signal=lambda name: signal, counters=counters, norms=norms)
     with pytest.raises(ValueError, match="distinct indices"):
         optimize(program, [], signal=lambda name: signal, counters=counters, norms=norms)
+    good = ParamGroup(program, "c", 1, [ParamSpec("c", (2,))])
+    for targets, later in (([TargetGroup(program, groups[0])], ()), ([TargetGroup(program, good)], ("b",))):
+        with pytest.raises(ValueError, match=r"no updated group or target \['[ab]'\]; targets are those of"):
+            optimize(
+                program,
+                [good],
+                signal=lambda name: signal,
+                counters=counters,
+                norms=norms,
+                targets=targets,
+                later=later,
+            )

@@ -159,6 +159,25 @@ def test_same_bits_in_every_order_and_in_a_graph(device: Device) -> None:
                 assert bits(other) == expected, schedule
 
 
+def test_single_tensors_of_a_group(device: Device) -> None:
+    program = Program(device.target)
+    group = ParamGroup(program, "trunk", 0, [ParamSpec(n, (1, 7)) for n in "abc"])
+    target = TargetGroup(program, group)
+    tau = program.tensor("tau", (1,), data=np.array([0.5], np.float32))
+    skip = program.tensor("skip", (1,), np.uint32, data=np.zeros(1, np.uint32))
+    guard = Guard(scales=tau, skip=skip, group_mask=tau, corrections=tau)
+    polyak(program, [target], signal=lambda name: tau, guard=guard, only=("b", "elsewhere"))
+    assert [r.label for r in program.launches] == ["polyak.b"]
+    with device.stream() as stream, Plan(program, device, guard=True) as plan:
+        plan.buffer(target.values).write(np.zeros(24, np.float32))
+        plan.buffer(group.params).write(np.ones(24, np.float32))
+        plan.run(stream=stream)
+        stream.synchronize()
+        plan.check_guards()
+        moved = plan.buffer(target.values).read()
+        np.testing.assert_array_equal(moved, np.where((np.arange(24) >= 8) & (np.arange(24) < 15), 0.5, 0.0))
+
+
 def test_targets_by_name(device: Device) -> None:
     program = Program(device.target)
     group = ParamGroup(program, "trunk", 0, [ParamSpec("w", (2, 3)), ParamSpec("b", (5,))])

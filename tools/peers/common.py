@@ -39,6 +39,9 @@ PRECISIONS = ("fp32", "tf32")
 ORACLE_EVERY = 8
 #: Rows of the resident data that batches are picked from.
 DATA_ROWS = 8192
+#: Groups on the way from the state to h2, and those of the auxiliary nets.
+ENCODER = ("trunk", "attn")
+AUXILIARY = ("aux_trunk", "aux_heads")
 #: What the golden files hold and no peer computes: a diagnostic, and not part of the timed step.
 LEFT_OUT = ("decomposition",)
 

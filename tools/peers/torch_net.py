@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.reference.config import Config, group_shapes
+from tools.peers.common import AUXILIARY, ENCODER
 
 Params = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
-ENCODER = ("trunk", "attn")
 HEAD_LEVEL = ("c51", "cql", "distill", "nb", "regime")
 FULL_SCALE = ("iqn", "ens", "rec", "pred", "iql_high", "iql_low", "curiosity")
-AUXILIARY = ("aux_trunk", "aux_heads")
 
 
 class Net:

@@ -1,0 +1,151 @@
+"""Linear layers: which tile they choose, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fxengine.driver import Target
+from fxengine.graphs import Program, ProgramError, Tensor
+from fxengine.ops import linear
+
+# -- choice of tiles -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_tile_choice_follows_the_size(precision: str) -> None:
+    h200, tiles = Target.of("sm_90"), linear.TILES[precision]
+    small = tiles[linear.choose_tile(h200, 64, 256, 256, precision=precision)]
+    large = tiles[linear.choose_tile(h200, 131_072, 256, 64, precision=precision)]
+    assert small.rows * small.columns <= 16 * 32
+    assert large.rows * large.columns >= 128 * 64
+    assert linear.choose_tile(Target.of("sim"), 64, 256, 256, precision=precision) in tiles
+
+
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_only_long_sums_are_cut(precision: str) -> None:
+    h200 = Target.of("sm_90")
+    assert linear.choose_dw(h200, 128, (256,), 256, precision=precision)[1] == 1
+    assert linear.choose_dw(h200, 128, (256,), 131_072, precision=precision)[1] >= 16
+    assert linear.choose_dw(h200, 128, (256, 1), 131_072, tile="32x32", precision=precision)[0] == "32x32"
+    assert linear.choose_dw(h200, 4096, (4096,), 131_072, precision=precision)[1] == 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _errors() -> list[tuple[str, Any]]:
+    def t(p: Program, *shape: int, dtype: Any = np.float32) -> Tensor:
+        return p.tensor(f"t{len(p.storages)}", shape, dtype)
+
+    def inside(p: Program) -> Any:
+        whole = t(p, 4, 10)
+        return linear.forward(p, whole.columns(0, 6), t(p, 5, 6), None, whole.columns(5, 10))
+
+    return [
+        (
+            r"w is 't0' \[5, 7\], expected \[5, 6\]: x is 't1' \[4, 6\] and y is 't2' \[4, 5\]",
+            lambda p: linear.forward(p, w=t(p, 5, 7), x=t(p, 4, 6), y=t(p, 4, 5), b=None),
+        ),
+        (
+            r"x2 is 't1' \[3, 2\], expected \[4, 2\]: y is 't3'",
+            lambda p: linear.forward(p, (t(p, 4, 6), t(p, 3, 2)), t(p, 5, 8), None, t(p, 4, 5)),
+        ),
+        (
+            r"b is 't2' \[4\], expected \[5\]: y is 't3'",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), t(p, 4), t(p, 4, 5)),
+        ),
+        (
+            r"of float64, expected float32",
+            lambda p: linear.forward(p, t(p, 4, 6, dtype=float), t(p, 5, 6), None, t(p, 4, 5)),
+        ),
+        (r"x is 't0' \[6\], expected a matrix", lambda p: linear.forward(p, t(p, 6), t(p, 5, 6), None, t(p, 4, 5))),
+        (r"y 't0' \[4, 5\] overlaps x 't0' \[4, 6\]", inside),
+        (
+            r"accumulate=True cannot go with activation='elu'",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="elu", accumulate=True),
+        ),
+        (
+            r"unknown activation 'gelu', expected one of",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), activation="gelu"),  # type: ignore[arg-type]
+        ),
+        (
+            r"unknown tile '8x8', expected one of \['128x128', .*\] in fp32",
+            lambda p: linear.forward(p, t(p, 4, 6), t(p, 5, 6), None, t(p, 4, 5), tile="8x8"),
+        ),
+        (
+            r"1 dy \('t0' \[4, 5\]\), 2 w \('t1' \[5, 6\] beside 't2' \[5, 6\]\) and 1 scales; give one of each",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), (t(p, 5, 6), t(p, 5, 6)), t(p, 4, 6)),
+        ),
+        (
+            r"w\[1\] is 't3' \[3, 6\], expected \[2, 6\]: dy\[1\] is 't1' \[4, 2\]",
+            lambda p: linear.backward_dx(p, (t(p, 4, 5), t(p, 4, 2)), (t(p, 5, 6), t(p, 3, 6)), t(p, 4, 6)),
+        ),
+        (
+            r"activation='relu' is the one that made x; pass x as well",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), activation="relu"),
+        ),
+        (
+            r"scale is 't3' \[2\], expected \[1\]",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 2)),
+        ),
+        (
+            r"17 sources, expected 1 to 16; give the others to a record of their own",
+            lambda p: linear.backward_dx(p, [t(p, 4, 5)] * 17, [t(p, 5, 6)] * 17, t(p, 4, 6)),
+        ),
+        (
+            r"1 dy .* 1 w .* and 2 scales; give one of each for every source",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scales=[None, None]),
+        ),
+        (
+            r"scale and scales are both given",
+            lambda p: linear.backward_dx(p, t(p, 4, 5), t(p, 5, 6), t(p, 4, 6), scale=t(p, 1), scales=[None]),
+        ),
+        (
+            r"dx 't0' \[4, 5\] overlaps dy\[1\] 't0' \[4, 5\]",
+            lambda p: (lambda dx: linear.backward_dx(p, [t(p, 4, 5), dx], [t(p, 5, 5), t(p, 5, 5)], dx))(t(p, 4, 5)),
+        ),
+        (
+            r"slices=0, expected at least 1",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), slices=0),
+        ),
+        (
+            r"dw is 't2' \[6, 5\], expected \[5, 6\]: dy is 't0' \[4, 5\] and x is 't1' \[4, 6\]",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 6, 5)),
+        ),
+        (
+            r"db is 't3' \[6\], expected \[5\]",
+            lambda p: linear.backward_dw(p, t(p, 4, 5), t(p, 4, 6), t(p, 5, 6), t(p, 6)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("message", "call"), _errors())
+def test_errors_name_both_sides(message: str, call: Any) -> None:
+    program = Program(Target.of("sm_90"))
+    with pytest.raises(ProgramError, match=message):
+        call(program)
+    assert not program.launches
+
+
+@pytest.mark.parametrize(
+    ("precision", "arch", "message"),
+    [
+        ("fp16", "sm_90", "unknown precision 'fp16', expected one of \\['fp32', 'tf32', 'bf16'\\]"),
+        ("tf32", "sm_75", "precision 'tf32' needs an sm_80 or newer, not sm_75; use 'fp32'"),
+        ("bf16", "sm_75", "precision 'bf16' needs an sm_80 or newer"),
+    ],
+)
+def test_precision_must_exist(precision: str, arch: str, message: str) -> None:
+    program = Program(Target.of(arch), precision)
+    x, w, y = (program.tensor(name, shape) for name, shape in (("x", (4, 6)), ("w", (5, 6)), ("y", (4, 5))))
+    for call in (
+        lambda: linear.forward(program, x, w, None, y),
+        lambda: linear.backward_dx(program, y, w, x),
+        lambda: linear.backward_dw(program, y, x, w),
+    ):
+        with pytest.raises(ProgramError, match=message):
+            call()
+    assert not program.launches
