@@ -1,6 +1,7 @@
 """Time of a captured step: on the device, on the host, and without the graph.
 
     python tools/bench_step.py --model aux --batch 64 256 1024 4096 --device cuda:0 --output bench.json
+    python tools/bench_step.py --model step --precision tf32 --peers --output bench.json
 
 Prints a table and, with --json, one JSON object last. Columns:
 
@@ -10,6 +11,8 @@ Prints a table and, with --json, one JSON object last. Columns:
                     signal row, as after a change of a signal
     launch_us       µs that the host spends per uncaptured launch
     depth, nodes    of the captured graph
+    best_peer       with --peers: the fastest of PyTorch and JAX on the same step (tools/bench_peers.py)
+    ratio           its time over ours
 
 Each time is the median of five batches of steps after a warm-up. The step trains on random rows that lie on the device,
 gathered by the step itself. On the simulated device the tool runs a few steps, and its times mean nothing.
@@ -21,7 +24,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,15 +32,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fxengine import Device, DeviceNotFound, Engine, StepConfig
 from fxengine.signals import RING_ROWS
+from tools.bench_peers import MODEL as PEER_MODEL
+from tools.bench_peers import PEERS, PeerError, load_peers, peers_of, run_peer
 from tools.digest import origin, source_digest
+from tools.peers.data import random_rows
 
 BATCHES = (64, 256, 1024, 4096)
-PRECISION = "fp32"
+PRECISIONS = ("fp32", "tf32", "bf16")
 SIMULATED = "simulated device: the times say nothing about a GPU"
 
 
@@ -69,18 +72,12 @@ def _aux(batch: int) -> StepConfig:
     return StepConfig.aux_only(batch=batch)
 
 
-#: Steps that can be timed, by name: batch size -> configuration.
-MODELS: dict[str, Callable[[int], StepConfig]] = {"aux": _aux}
+def _step(batch: int) -> StepConfig:
+    return StepConfig(batch=batch)
 
 
-def random_rows(config: StepConfig, rows: int = 8192, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Resident data of the step: normal states, labels of every class and some masked ones. Never zeros."""
-    random = np.random.default_rng(seed)
-    return {
-        "state": random.standard_normal((rows, config.state), dtype=np.float32),
-        "nb_label": random.integers(-1, 2, rows, dtype=np.int32),
-        "regime_label": random.integers(-1, config.regimes, rows, dtype=np.int32),
-    }
+#: Steps that can be timed, by name: batch size -> configuration. The peers compute the whole step.
+MODELS: dict[str, Callable[[int], StepConfig]] = {"aux": _aux, PEER_MODEL: _step}
 
 
 def device_us(engine: Engine, step: Callable[[], None], steps: int, samples: int) -> float:
@@ -112,14 +109,14 @@ def host_us(engine: Engine, step: Callable[[], None], steps: int, samples: int) 
     return round(median(times[1:]), 3)
 
 
-def bench_row(model: str, batch: int, device: Device, effort: Effort) -> dict[str, Any]:
+def bench_row(model: str, batch: int, device: Device, effort: Effort, precision: str = "fp32") -> dict[str, Any]:
     """Every number of one model at one batch size.
 
     Raises:
         RuntimeError: a step was skipped (a gradient was not finite): its time would not be that of a step.
     """
     config = MODELS[model](batch)
-    with Engine(config, device=device, precision=PRECISION, data=random_rows(config)) as engine:
+    with Engine(config, device=device, precision=precision, data=random_rows(config)) as engine:
 
         def uncaptured() -> None:
             engine.step(captured=False)
@@ -129,7 +126,7 @@ def bench_row(model: str, batch: int, device: Device, effort: Effort) -> dict[st
         row = {
             "model": model,
             "batch": batch,
-            "precision": PRECISION,
+            "precision": precision,
             "us_per_step": device_us(engine, engine.step, effort.steps, effort.samples),
             "uncaptured_us": device_us(engine, uncaptured, effort.uncaptured, effort.samples),
             "host_us": host_us(engine, engine.step, effort.queued, effort.samples),
@@ -146,21 +143,63 @@ def bench_row(model: str, batch: int, device: Device, effort: Effort) -> dict[st
 
 
 def bench(
-    device: Device, models: Sequence[str] = ("aux",), batches: Sequence[int] = BATCHES, effort: Effort | None = None
+    device: Device,
+    models: Sequence[str] = ("aux",),
+    batches: Sequence[int] = BATCHES,
+    effort: Effort | None = None,
+    precision: str = "fp32",
 ) -> list[dict[str, Any]]:
     """One row per model and batch size; the effort defaults to what the device is worth."""
     chosen = effort or (QUICK if device.kind == "sim" else Effort())
-    return [bench_row(model, batch, device, chosen) for model in models for batch in batches]
+    return [bench_row(model, batch, device, chosen, precision) for model in models for batch in batches]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
+def peer_times(row: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """µs per step by peer on the step of this row; only the whole step has peers, others get an empty dict."""
+    return peers_of(peers, row["batch"], row["precision"]) if row["model"] == PEER_MODEL else {}
+
+
+def with_peers(row: Mapping[str, Any], times: Mapping[str, float]) -> dict[str, Any]:
+    """The row with `peers` and `best_ratio`, the time of the fastest of them over ours (None without peers)."""
+    return {**row, "peers": dict(times), "best_ratio": min(times.values()) / row["us_per_step"] if times else None}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as text, with the best peer where there are any."""
     columns = ("model", "batch", "precision", "us_per_step", "uncaptured_us", "host_us", "launch_us", "depth", "nodes")
-    lines = [" ".join(f"{column:>13}" for column in columns)]
+    compared = any(row.get("peers") for row in rows)
+    shown = []
     for row in rows:
+        times: Mapping[str, float] = row.get("peers") or {}
+        best = min(times, key=lambda name: times[name]) if times else None
+        peer = {"best_peer": f"{best} {times[best]:.1f}" if best else "-"}
+        shown.append({**row, **peer, "ratio": row["best_ratio"] if best else "-"})
+    if compared:
+        columns = (*columns, "ratio", "best_peer")
+    lines = [" ".join(f"{column:>13}" for column in columns)]
+    for row in shown:
         cells = (f"{value:.2f}" if isinstance(value := row[column], float) else str(value) for column in columns)
         lines.append(" ".join(f"{cell:>13}" for cell in cells))
     return "\n".join(lines)
+
+
+def peer_rows(names: Sequence[str], *, batches: Sequence[int], device: str, precision: str) -> list[dict[str, Any]]:
+    """Rows of peers: from a file, or measured now; one that fails is named on stderr and left out.
+
+    Raises:
+        ValueError: a name is neither a peer nor a file of tools/bench_peers.py.
+    """
+    if len(names) == 1 and names[0] not in PEERS:
+        return load_peers(Path(names[0]))
+    rows: list[dict[str, Any]] = []
+    for name in names or PEERS:
+        if name not in PEERS:
+            raise ValueError(f"--peers {name}: expected one file, or some of {', '.join(PEERS)}")
+        try:
+            rows += run_peer(name, batches=batches, device=device, precision=precision)
+        except PeerError as error:
+            print(f"error: {error}", file=sys.stderr)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,6 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["aux"])
     parser.add_argument(
         "--batch", nargs="+", type=int, default=list(BATCHES), help="batch sizes (default: %(default)s)"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        metavar="NAME|FILE",
+        help=f"compare with peers: a file of tools/bench_peers.py, or some of {', '.join(PEERS)}, to be timed now "
+        "after ours (no value: all)",
     )
     parser.add_argument("--device", default="auto", help="auto, cuda:N or sim (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
@@ -181,7 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with device:
         note = SIMULATED if device.kind == "sim" else None
-        rows = bench(device, options.model, options.batch)
+        rows = bench(device, options.model, options.batch, precision=options.precision)
+        if options.peers is not None:
+            kind = "cpu" if device.kind == "sim" else "cuda"
+            peers = peer_rows(options.peers, batches=options.batch, device=kind, precision=options.precision)
+            rows = [with_peers(row, peer_times(row, peers)) for row in rows]
         result = {"digest": source_digest(), **origin(device), "note": note, "bench": rows}
     print(f"{result['device']['name']} ({result['device']['arch']})")
     print(table(rows))

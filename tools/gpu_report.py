@@ -25,7 +25,8 @@ from xml.etree import ElementTree
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from fxengine import Device, DeviceNotFound
-from tools.bench_step import BATCHES, bench, table
+from tools.bench_peers import load_peers
+from tools.bench_step import BATCHES, MODELS, PRECISIONS, bench, peer_times, table, with_peers
 from tools.digest import ROOT, origin, source_digest
 
 REPORT = ROOT / "reports" / "h200.json"
@@ -93,8 +94,7 @@ def run_tests(markers: str, arguments: Sequence[str] = ()) -> tuple[dict[str, An
 
 def report_row(row: Mapping[str, Any], peers: Mapping[str, float] | None = None) -> dict[str, Any]:
     """A row of the benchmark with the µs per step of other engines; `best_ratio` is the fastest of them over ours."""
-    times = dict(peers or {})
-    return {**row, "peers": times, "best_ratio": min(times.values()) / row["us_per_step"] if times else None}
+    return with_peers(row, peers or {})
 
 
 def build_report(
@@ -102,14 +102,15 @@ def build_report(
     place: Mapping[str, Any],
     tests: Mapping[str, Any] | None,
     rows: Sequence[Mapping[str, Any]],
+    peers: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The report: digest, date, device, driver, versions, tests (None: not run), bench."""
+    """The report: digest, date, device, driver, versions, tests (None: not run), bench, the latter beside its peers."""
     return {
         "digest": digest,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **place,
         "tests": tests,
-        "bench": [report_row(row) for row in rows],
+        "bench": [report_row(row, peer_times(row, peers)) for row in rows],
     }
 
 
@@ -138,6 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="report to write or check (default: reports/h200.json)")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or sim to try the tool (default: %(default)s)")
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES), help="batch sizes of the benchmark")
+    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["aux"], help="what to benchmark")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the benchmark")
+    parser.add_argument(
+        "--peers", type=Path, help="times of other engines, as tools/bench_peers.py --output wrote them"
+    )
     parser.add_argument("--skip-tests", action="store_true", help="benchmark only")
     parser.add_argument("--sim", action="store_true", help="also run the tests of the simulated device")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
@@ -155,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(options: argparse.Namespace, output: Path) -> int:
     digest = source_digest()
+    peers = load_peers(options.peers) if options.peers else []
     try:
         with Device.open(options.device) as device:
             place = origin(device)
@@ -170,11 +177,12 @@ def _make(options: argparse.Namespace, output: Path) -> int:
     # Written twice: a benchmark that fails must not take the results of the tests with it.
     _write(output, build_report(digest, place, tests, []))
     with Device.open(options.device) as device:
-        rows = bench(device, batches=options.batch)
+        rows = bench(device, options.model, options.batch, precision=options.precision)
     if source_digest() != digest:
         raise RuntimeError("the sources changed while they were measured; run again")
-    _write(output, build_report(digest, place, tests, rows))
-    print(table(rows))
+    report = build_report(digest, place, tests, rows, peers)
+    _write(output, report)
+    print(table(report["bench"]))
     print(f"wrote {output} for {place['device']['name']}, sources {digest[:12]}")
     if tests is None:
         return 0

@@ -33,11 +33,15 @@ struct IqnForward {
     int features;
     int width;           // at most 128
     int outputs;
-    int blocks;          // tiles, as the host chose them
+    int blocks;          // as many as tiles
 };
 
 constexpr int iqn_phi_chunks = 4;     // of 16 cosines
 constexpr int iqn_hidden_chunks = 8;  // of 16 hidden numbers
+
+// Chunks of cosines that a warp keeps in registers; where the sums leave no room for all, the last is in shared memory.
+template <int WORD, int M>
+constexpr int iqn_held = WORD == 1 && M == 2 ? 3 : 4;
 
 // The weights and biases of a record in shared memory.
 template <int WORD>
@@ -48,11 +52,14 @@ struct IqnWeights {
     int chunks, last_chunks;
     uint4* units;
     uint4* last;
+    uint4* aside;   // cosines that are not held in registers
     float* biases;  // phi, hidden, theta
 
-    __device__ __forceinline__ IqnWeights(const IqnForward& r, uint4* shared)
+    // aside_size: uint4 for them, in all.
+    __device__ __forceinline__ IqnWeights(const IqnForward& r, uint4* shared, int aside_size)
         : chunks((r.features + 15) / 16), last_chunks((r.outputs + 15) / 16), units(shared),
-          last(shared + chunks * CHUNK), biases(reinterpret_cast<float*>(last + last_chunks * LAST)) {}
+          last(shared + chunks * CHUNK), aside(last + last_chunks * LAST),
+          biases(reinterpret_cast<float*>(aside + aside_size)) {}
 
     __device__ __forceinline__ void fill(const IqnForward& r) const {
         const int warp = static_cast<int>(threadIdx.x) >> 5;
@@ -123,25 +130,38 @@ __device__ __forceinline__ void iqn_outputs(const IqnForward& r, const IqnWeight
 // 16 M rows from row0 on.
 template <int WORD, int M>
 __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<WORD>& weights, int row0, bool same) {
-    constexpr int STEPS = iqn_steps<WORD>;
+    constexpr int STEPS = iqn_steps<WORD>, HELD = iqn_held<WORD, M>;
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     const bool quads = fx_quads(r.h2, r.ld_h2);
-    unsigned features[iqn_phi_chunks][STEPS][M][1][4];
+    unsigned features[HELD][STEPS][M][1][4];
+    uint4* const aside = weights.aside + (threadIdx.x >> 5) * (iqn_phi_chunks - HELD) * STEPS * M * 32 + lane;
     const float first = static_cast<float>(fx_linear_again(4 * t));  // else a register for every factor, all the time
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
+        float tau[2];
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             const int row = row0 + 16 * i + 8 * h + g;
-            const float tau = row < r.rows ? r.tau[row] : 0.0f;
+            tau[h] = row < r.rows ? r.tau[row] : 0.0f;
+        }
+        FX_UNROLL
+        for (int c = 0; c < iqn_phi_chunks; ++c) {
+            float v[2][4];
             FX_UNROLL
-            for (int c = 0; c < iqn_phi_chunks; ++c) {
-                float v[4];
-                FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[e] = iqn_feature(first + static_cast<float>(16 * c + e), tau);
-                FX_UNROLL
-                for (int q = 0; q < STEPS; ++q) {
-                    iqn_words<WORD>(features[c][q][i][0][h], features[c][q][i][0][2 + h], v, q);
+            for (int e = 0; e < 4; ++e) {
+                v[0][e] = iqn_feature(first + static_cast<float>(16 * c + e), tau[0]);
+                v[1][e] = iqn_feature(first + static_cast<float>(16 * c + e), tau[1]);
+            }
+            FX_UNROLL
+            for (int q = 0; q < STEPS; ++q) {
+                unsigned words[4];
+                iqn_words<WORD>(words[0], words[2], v[0], q);
+                iqn_words<WORD>(words[1], words[3], v[1], q);
+                if (c < HELD) {
+                    FX_UNROLL
+                    for (int e = 0; e < 4; ++e) features[c < HELD ? c : 0][q][i][0][e] = words[e];
+                } else {
+                    aside[((c - HELD) * STEPS * M + q * M + i) * 32] = make_uint4(words[0], words[1], words[2], words[3]);
                 }
             }
         }
@@ -164,14 +184,30 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
         FX_UNROLL
         for (int k = 0; k < iqn_phi_chunks; ++k) {
             FX_UNROLL
-            for (int q = 0; q < STEPS; ++q) iqn_multiply<WORD, M>(phi, features[k][q], units[(k * STEPS + q) * 32]);
+            for (int q = 0; q < STEPS; ++q) {
+                const uint4 unit = units[(k * STEPS + q) * 32];
+                if (k < HELD) {
+                    iqn_multiply<WORD, M>(phi, features[k < HELD ? k : 0][q], unit);
+                } else {
+                    unsigned a[M][1][4];
+                    FX_UNROLL
+                    for (int i = 0; i < M; ++i) {
+                        const uint4 words = aside[((k - HELD) * STEPS * M + q * M + i) * 32];
+                        a[i][0][0] = words.x;
+                        a[i][0][1] = words.y;
+                        a[i][0][2] = words.z;
+                        a[i][0][3] = words.w;
+                    }
+                    iqn_multiply<WORD, M>(phi, a, unit);
+                }
+            }
         }
         float mixed[M][2][4];
         FX_UNROLL
         for (int i = 0; i < M; ++i) {
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
-                if (false) {  // the rows are of several samples
+                if (M == 1 && !same) {  // the rows are of several samples
                     const int row = row0 + 16 * i + 8 * h + g;
                     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
                     fx_load(state, r.h2 + static_cast<long long>(sample) * r.ld_h2 + 16 * c + 4 * t, left, quads);
@@ -195,7 +231,12 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
         left -= 16;
         units += IqnWeights<WORD>::CHUNK;
     }
+    // What the stores need is computed here, not carried through the loop above.
+    const int again = fx_linear_again(row0), row1 = again + fx_linear_again(g), column = fx_linear_again(4 * t);
     const bool quads_hidden = fx_quads(r.hidden, r.ld_hidden);
+    float* to = r.hidden + static_cast<long long>(row1) * r.ld_hidden + column;
+    const long long step = 8LL * r.ld_hidden;
+    const int rows_left = r.hidden != nullptr ? r.rows - row1 : 0, columns_left = r.width - column;
     unsigned words[iqn_hidden_chunks][STEPS][M][1][4];
     FX_UNROLL
     for (int p = 0; p < iqn_hidden_chunks; ++p) {
@@ -207,24 +248,22 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
                 iqn_columns<M>(v[i][h], hidden[p], i, h);
                 FX_UNROLL
                 for (int e = 0; e < 4; ++e) v[i][h][e] = fx_activate(FX_RELU, v[i][h][e]);
-                const int row = row0 + 16 * i + 8 * h + g, column = 16 * p + 4 * t;
-                if (row < r.rows) {
-                    fx_store(r.hidden + static_cast<long long>(row) * r.ld_hidden + column, v[i][h], 4,
-                             quads_hidden);
+                if (16 * i + 8 * h < rows_left) {
+                    fx_store(to + (2 * i + h) * step + 16 * p, v[i][h], columns_left - 16 * p, quads_hidden);
                 }
             }
         }
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) iqn_operand<WORD, M>(words[p][q], v, q);
     }
-
+    iqn_outputs<WORD, M>(r, weights, words, again);
 }
 
 template <int WORD, int M>
 __device__ __forceinline__ void iqn_forward(const IqnForward* table, int count, uint4* shared) {
     int tile;
     const IqnForward& r = fx_record(table, count, tile);  // read again where needed: registers are scarce
-    const IqnWeights<WORD> weights(r, shared);
+    const IqnWeights<WORD> weights(r, shared, 8 * (iqn_phi_chunks - iqn_held<WORD, M>) * iqn_steps<WORD> * M * 32);
     fx_wait();
     fx_trigger();
     weights.fill(r);

@@ -86,6 +86,17 @@ __device__ __forceinline__ int fx_linear_again(int x) {
     return x;
 }
 
+// The first row and column of tile `index` of a matrix with so many columns.
+template <class T>
+struct LinearCorner {
+    int row, column;
+    __device__ __forceinline__ LinearCorner(int columns, int index) {
+        const int across = (columns + T::BN - 1) / T::BN;
+        row = index / across * T::BM;
+        column = index % across * T::BN;
+    }
+};
+
 // One operand as a kernel hands it over, from the tile's first row and the first k on. INNER: element (row, k) lies at
 // p[row * ld + k], else at p[k * ld + row].
 struct LinearView {

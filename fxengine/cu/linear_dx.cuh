@@ -36,22 +36,23 @@ __device__ __forceinline__ void fx_slope_run(float (&v)[W], const float (&x)[W])
 
 template <class T>
 __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, float* shared) {
-    const int columns = (r.k + T::BN - 1) / T::BN;
-    const int m0 = tile / columns * T::BM;
-    const int k0 = tile % columns * T::BN;
     typename T::Sums sums = {};
     bool any = false;
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
         const float scale = r.scale[i] ? *r.scale[i] : 1.0f;
         const int lddy = r.lddy[i];
         const bool live = scale != 0.0f;
+        const LinearCorner<T> at(r.k, fx_linear_again(tile));
         any = any || live;
-        return LinearSource{{r.dy[i] + static_cast<long long>(m0) * lddy, lddy, r.m - m0, scale},
-                            {r.w[i] + k0, r.ldw[i], r.k - k0},
+        return LinearSource{{r.dy[i] + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row, scale},
+                            {r.w[i] + at.column, r.ldw[i], r.k - at.column},
                             r.n[i],
                             live};
     };
     T::template add<false, true, false>(sums, r.sources, source, shared);
+    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
+    const LinearCorner<T> at(r.k, fx_linear_again(tile));
+    const int m0 = at.row, k0 = at.column;
     const bool quads = fx_quads(r.dx, r.lddx);
     const bool quads_x = fx_quads(r.x, r.ldx);
     T::outputs(sums, shared, [&](int row, int column, auto& v) {

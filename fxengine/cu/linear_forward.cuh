@@ -33,17 +33,18 @@ __device__ __forceinline__ void fx_activate_run(float (&v)[W]) {
 
 template <class T>
 __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, int tile, float* shared) {
-    const int columns = (r.n + T::BN - 1) / T::BN;
-    const int m0 = tile / columns * T::BM;
-    const int n0 = tile % columns * T::BN;
     typename T::Sums sums = {};
     const auto segment = [&](int i) {
+        const LinearCorner<T> at(r.n, fx_linear_again(tile));
         const int ldx = i ? r.ldx2 : r.ldx;
-        const float* x = (i ? r.x2 : r.x) + static_cast<long long>(m0) * ldx;
-        const float* w = r.w + static_cast<long long>(n0) * r.ldw + (i ? r.k : 0);
-        return LinearSource{{x, ldx, r.m - m0}, {w, r.ldw, r.n - n0}, i ? r.k2 : r.k};
+        const float* x = (i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
+        const float* w = r.w + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+        return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
     T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared);
+    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
+    const LinearCorner<T> at(r.n, fx_linear_again(tile));
+    const int m0 = at.row, n0 = at.column;
     const bool quads = fx_quads(r.y, r.ldy);
     T::outputs(sums, shared, [&](int row, int column, auto& v) {
         constexpr int W = sizeof(v) / sizeof(float);

@@ -42,6 +42,10 @@ ACTIVATION_CODES: dict[str, int] = {"none": 0, "elu": 1, "relu": 2, "tanh": 3}
 #: Layers whose input gradients one record of `backward_dx` can add up (array fields of struct LinearDx).
 SOURCES = 16
 
+# Blocks of tiles from this size on take several times as long as the small launches of their level: in one launch they
+# would make the whole level wait.
+_LARGE_TILE = 64 * 64
+
 _OLDEST_TENSOR_ARCH = 80  # mma.sync of tf32 and bf16
 
 
@@ -57,6 +61,7 @@ def _families(
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
             late=late,
+            alone=tile.rows * tile.columns >= _LARGE_TILE,
         )
 
     return {mode: {name: family(mode, name, tile) for name, tile in of.items()} for mode, of in TILES.items()}

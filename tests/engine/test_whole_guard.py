@@ -11,7 +11,7 @@ import pytest
 from fxengine import Engine
 from fxengine.driver import Device
 from fxengine.signals import HOST_SLOTS
-from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot
+from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, trained
 from tests.reference.cases import random_batch, random_case
 from tests.reference.config import GATE_NAMES, GROUPS, READINESS_NAMES, Config, Tree
 from tests.reference.optimizer import bad_groups, group_norms
@@ -75,11 +75,6 @@ def expected_groups(config: Config, state: State, batch: Tree) -> set[str]:
         _, out = step(config, state, batch)
         grads = {n.removeprefix("grad."): x for n, x in out.items() if n.startswith("grad.")}
         return set(bad_groups(group_norms(config, grads)))
-
-
-def trained(arrays: Tree) -> Tree:
-    """All that a skipped step must leave alone, down to the last bit."""
-    return {n: x for n, x in arrays.items() if not n.startswith("grad.") and n not in ("counters", "signals.device")}
 
 
 def check(engine: Engine, config: Config, healthy: tuple[State, Tree], sick: tuple[State, Tree]) -> None:

@@ -13,7 +13,7 @@ from fxengine import Engine
 from fxengine.driver import Device
 from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.oracles import reference_p99
-from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, step_config
+from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, step_config, trained
 from tests.reference.cases import random_batch, random_case
 from tests.reference.config import FAMILIES, GROUPS, Config, Tree, bound_slot, group_shapes
 
@@ -107,6 +107,26 @@ def test_a_resumed_run_has_the_same_bits(device: Device, tmp_path: Path) -> None
         straight = after(engine, 3)
     with Engine.load(path, device=device, data=resident()) as resumed:
         assert after(resumed, 3) == straight
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "aux", "all"])
+def test_an_evaluation_gives_the_losses_of_a_step(device: Device, lacking: str) -> None:
+    """On the same rows, with the signals as the host has set them, before any step and without a trace."""
+    config = {"nothing": EVERYTHING, "aux": replace(EVERYTHING, aux_h=0), "all": BARE}[lacking]
+    state, batch = random_case(2, config)
+    with make(device, config) as engine:
+        load(engine, state)
+        rows = {n: np.asarray(batch[n]).astype(t.dtype).reshape(t.shape) for n, t in engine.builder.inputs.items()}
+        before = trained(snapshot(engine))
+        found = engine.evaluate(rows)
+        assert changed(before, trained(snapshot(engine))) == set()
+        report = run(engine, batch)
+        losses = {n for n in report if n.startswith(("L_", "accuracy_"))}
+        assert losses and losses <= set(found)
+        for name in losses:
+            assert found[name] == pytest.approx(float(report[name]), rel=1e-6, abs=1e-7), name
+        few = engine.evaluate({name: x[:4] for name, x in rows.items()})
+        assert all(np.isfinite(few[name]) for name in losses)
 
 
 @pytest.mark.parametrize("lacking", ["nothing", "aux", "iqn"])

@@ -110,7 +110,7 @@ def sensitivity(config: Config, seed: int, batches: list[Tree], reference: list[
         state |= {part: rounded_anew(rng, state[part]) for part in ("params", "m", "v", "target")}
         moved = reference_steps(config, state, [rounded_anew(rng, batch) for batch in batches])
         for i, worst in enumerate(found):
-            for d in compare(moved[i + 1], reference[i + 1], moved[i], reference[i]):
+            for d in compare(moved[i + 1], reference[i + 1], moved[i], reference[i], rounding=0.0):
                 old = worst.get(d.name, Difference(d.name, 0.0))
                 worst[d.name] = Difference(d.name, max(d.error, old.error), max(d.update, old.update))
     return found

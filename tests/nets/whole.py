@@ -138,6 +138,11 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     return {n for n in before if np.asarray(before[n]).tobytes() != np.asarray(after[n]).tobytes()}
 
 
+def trained(arrays: Tree) -> Tree:
+    """What training leaves behind, the counters and slots apart: parameters, moments, targets, spectral vectors."""
+    return {n: x for n, x in arrays.items() if not n.startswith("grad.") and n not in ("counters", "signals.device")}
+
+
 def shaped_like(found: Mapping[str, Any], reference: Mapping[str, Any]) -> Tree:
     """The results in the reference's shapes: a column may be a vector there, a count of one a scalar."""
     return {

@@ -33,12 +33,11 @@ from tests.reference.config import (
     target_names,
 )
 from tests.reference.step import State, empty_state, state_outputs
+from tools.peers.data import random_rows
 
 BATCHES = (64, 256, 1024, 4096)
 PRECISIONS = ("fp32", "tf32")
 ORACLE_EVERY = 8
-#: Rows of the resident data that batches are picked from.
-DATA_ROWS = 8192
 #: Groups on the way from the state to h2, and those of the auxiliary nets.
 ENCODER = ("trunk", "attn")
 AUXILIARY = ("aux_trunk", "aux_heads")
@@ -127,30 +126,6 @@ def initial_state(config: Config, seed: int = 0) -> State:
         "bounds": {bound_slot(g, f): 0.0 for g in group_shapes(config) for f in FAMILIES},
         "step": 0,
     }
-
-
-def random_rows(config: Config, rows: int = DATA_ROWS, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Resident data: normal states and rewards, one dead row in twenty, some masked labels. τ is drawn in the step."""
-    random = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> NDArray[np.float32]:
-        return random.standard_normal(shape, dtype=np.float32)
-
-    data: dict[str, NDArray[Any]] = {
-        "state": normal(rows, config.state),
-        "next_state": normal(rows, config.state),
-        "reward": normal(rows),
-        "discount": np.where(random.random(rows) < 0.05, 0.0, 0.97).astype(np.float32),
-        "weight": random.uniform(0.5, 1.5, rows).astype(np.float32),
-        "actions": np.stack([random.integers(0, n, rows) for n in config.branches], axis=1).astype(np.int32),
-    }
-    if config.has_ofi:
-        data |= {"ofi": normal(rows, config.ofi), "next_ofi": normal(rows, config.ofi)}
-    if config.aux_h:
-        data["nb_label"] = random.integers(-1, 2, rows).astype(np.int32)
-    if config.has_regime:
-        data["regime_label"] = random.integers(-1, config.regimes, rows).astype(np.int32)
-    return data
 
 
 def bound_table(config: Config, state: State) -> NDArray[np.float64]:
@@ -290,7 +265,8 @@ def parser(description: str, variants: Sequence[str]) -> argparse.ArgumentParser
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     made.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
     made.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of --check")
-    made.add_argument("--check", nargs="+", type=Path, default=[], help="golden files to check, before any timing")
+    made.add_argument("--check", nargs="+", type=Path, default=[], help="golden files that have to pass before timing")
+    made.add_argument("--unchecked", action="store_true", help="time without --check, to try something out")
     made.add_argument("--time", nargs="*", type=int, metavar="BATCH", help="time these batch sizes (default: all)")
     made.add_argument("--steps", type=int, default=Effort.steps, help="steps per sample (default: %(default)s)")
     made.add_argument("--samples", type=int, default=Effort.samples, help="default: %(default)s")
@@ -306,6 +282,9 @@ def run(
     memory: Callable[[], float | None],
 ) -> int:
     """Check, then time what passed; status 1 where a golden file failed."""
+    if options.time is not None and not options.check and not options.unchecked:
+        print("error: a peer is timed after it has passed golden files: give them with --check", file=sys.stderr)
+        return 2
     if options.check and not check(options.check, make, options.precision, label):
         print(f"error: {label} does not compute the step; it is not timed", file=sys.stderr)
         return 1

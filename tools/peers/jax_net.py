@@ -278,7 +278,9 @@ def gradients(
         state, alpha = gate(nb, batch["nb_label"], out["q"])
         grads |= aux_vjp((jnp.ones_like(total), scaled(alpha, into["wire"])))[0]
         losses |= aux_losses
-    dh2 = into["q"] + sum(signals[f"w_{n}"] * into[n] for n in ("ens", "rec", "pred") if n in into and signals[f"w_{n}"])
+    # A weight of 0 leaves its loss outside: 0 times its gradient is an exact 0.
+    weights = {name: signals[f"w_{name}"] for name in ("ens", "rec", "pred") if name in into}
+    dh2 = into["q"] + sum(w * into[name] for name, w in weights.items() if w)
     if readiness is not None:
         dh2 += scaled(signals["w_iqn"] * readiness, into["iqn"])
     grads |= encoder_vjp(dh2)[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from tools.peers.torch_net import Batch, Net, Params, Scene, pick
 
@@ -50,16 +50,16 @@ def iqn_losses(net: Net, p: Params, s: Scene) -> None:
     theta_i, goal_j = torch.broadcast_tensors(taken[:, :, :, None], goal[:, :, None, :])
     tau = s.batch["tau"][:, None, :, None]
     tilt = torch.where(goal_j < theta_i, 1.0 - tau, tau)
-    errors = (tilt * F.huber_loss(theta_i, goal_j, reduction="none", delta=net.config.huber)).sum((1, 2, 3))
+    errors = (tilt * functional.huber_loss(theta_i, goal_j, reduction="none", delta=net.config.huber)).sum((1, 2, 3))
     scale = 1.0 / (net.config.huber * goal.shape[2] * net.count)
     s.losses["iqn"] = (s.batch["weight"] * errors).mean() * scale
-    s.losses["distill"] = 0.5 * F.mse_loss(s.out["chosen"], taken.detach().mean(2))
+    s.losses["distill"] = 0.5 * functional.mse_loss(s.out["chosen"], taken.detach().mean(2))
     s.out["theta"] = theta
 
 
 def ens_loss(net: Net, p: Params, s: Scene) -> Tensor:
     """Every ensemble head regresses to r + disc·q_target of the first branch."""
-    heads = F.linear(s.leaves["ens"], p["w_ens"], p["b_ens"]).view(-1, net.config.ens, net.config.branches[0])
+    heads = functional.linear(s.leaves["ens"], p["w_ens"], p["b_ens"]).view(-1, net.config.ens, net.config.branches[0])
     taken = heads.gather(2, s.columns[:, :1, None].expand(-1, net.config.ens, -1))[:, :, 0]
     goal = torch.addcmul(s.reward, s.batch["discount"], torch.mv(s.after["p_target"][:, 0], net.z))
     return 0.5 * (s.batch["weight"] * (taken - goal[:, None]).square().mean(1)).mean()
@@ -68,9 +68,11 @@ def ens_loss(net: Net, p: Params, s: Scene) -> Tensor:
 def decoder_losses(net: Net, p: Params, s: Scene) -> None:
     """Adds rec and pred."""
     if net.config.rec:
-        s.losses["rec"] = 0.5 * F.mse_loss(F.linear(s.leaves["rec"], p["w_rec"], p["b_rec"]), s.batch["state"])
+        s.losses["rec"] = 0.5 * functional.mse_loss(
+            functional.linear(s.leaves["rec"], p["w_rec"], p["b_rec"]), s.batch["state"]
+        )
     if net.config.pred:
-        gap = F.linear(s.leaves["pred"], p["w_pred"], p["b_pred"]) - s.after["h2_target"]
+        gap = functional.linear(s.leaves["pred"], p["w_pred"], p["b_pred"]) - s.after["h2_target"]
         s.losses["pred"] = (s.live * (0.5 * gap.square().mean(1))).sum() / s.live_count
 
 
@@ -86,7 +88,7 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     """Mean over the rows whose label is a class; also those rows and their number, at least 1."""
     valid = (labels >= 0) & (labels < logits.shape[1])
     count = valid.sum().clamp_min(1)
-    total = F.cross_entropy(logits, labels.where(valid, MASKED), ignore_index=MASKED, reduction="sum")
+    total = functional.cross_entropy(logits, labels.where(valid, MASKED), ignore_index=MASKED, reduction="sum")
     return total / count, valid, count
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from tests.reference.config import Config, group_shapes
 from tools.peers.common import AUXILIARY, ENCODER
@@ -66,38 +66,44 @@ class Net:
 
     def encoder(self, p: Params, state: Tensor) -> tuple[Tensor, Tensor]:
         """h1 and h2 of attention and gated residual trunk."""
-        h1 = F.elu(F.linear(self._attention(p, state), p["w_s1"], p["b_s1"]))
-        u = F.elu(F.linear(h1, p["w_s2"], p["b_s2"]))
-        gated = F.glu(F.linear(u, p["w_glu"], p["b_glu"]))
+        h1 = functional.elu(functional.linear(self._attention(p, state), p["w_s1"], p["b_s1"]))
+        u = functional.elu(functional.linear(h1, p["w_s2"], p["b_s2"]))
+        gated = functional.glu(functional.linear(u, p["w_glu"], p["b_glu"]))
         y = torch.addmm(gated, h1, p["w_skip"].t()) if "w_skip" in p else h1 + gated
-        return h1, F.layer_norm(y, y.shape[1:], p["ln_g"], p["ln_b"], 1e-5)
+        return h1, functional.layer_norm(y, y.shape[1:], p["ln_g"], p["ln_b"], 1e-5)
 
     def _attention(self, p: Params, state: Tensor) -> Tensor:
         config = self.config
         if not config.tokens:
             return state
         t = state.reshape(state.shape[0] * config.tokens, -1)
-        qkv = F.linear(t, torch.cat([p["w_q"], p["w_k"], p["w_val"]]))
+        qkv = functional.linear(t, torch.cat([p["w_q"], p["w_k"], p["w_val"]]))
         q, k, v = qkv.view(state.shape[0], 1, config.tokens, 3 * config.attn).split(config.attn, dim=-1)
-        mixed = F.scaled_dot_product_attention(q, k, v)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
         return torch.addmm(t, mixed.reshape(t.shape[0], config.attn), p["w_o"].t()).view(state.shape)
 
     def aux(self, p: Params, h1: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Next-bar logits, regime logits and the wire, p_up − p_down = tanh of half the difference of the logits."""
-        a1 = F.elu(F.linear(h1, p["w_a1"], p["b_a1"]))
-        a2 = F.elu(F.linear(a1, p["w_a2"], p["b_a2"]))
-        out = F.linear(a2, p["w_a3"], p["b_a3"])
-        nb = F.linear(F.elu(F.linear(out, p["w_nb1"], p["b_nb1"])), p["w_nb2"], p["b_nb2"])
+        a1 = functional.elu(functional.linear(h1, p["w_a1"], p["b_a1"]))
+        a2 = functional.elu(functional.linear(a1, p["w_a2"], p["b_a2"]))
+        out = functional.linear(a2, p["w_a3"], p["b_a3"])
+        nb = functional.linear(functional.elu(functional.linear(out, p["w_nb1"], p["b_nb1"])), p["w_nb2"], p["b_nb2"])
         rg = None
         if self.config.has_regime:
-            rg = F.linear(F.elu(F.linear(out, p["w_rg1"], p["b_rg1"])), p["w_rg2"], p["b_rg2"])
+            rg = functional.linear(
+                functional.elu(functional.linear(out, p["w_rg1"], p["b_rg1"])), p["w_rg2"], p["b_rg2"]
+            )
         return nb, rg, torch.tanh(0.5 * (nb[:, 1] - nb[:, 0]))
 
     def logits(self, p: Params, h2: Tensor, wire: Tensor | None, ofi: Tensor | None) -> Tensor:
         """Dueling logits of all actions as [B, Σn_d, K]."""
         config = self.config
-        value = F.linear(F.relu(F.linear(h2, p["w_v1"], p["b_v1"])), p["w_v2"], p["b_v2"])[:, None]
-        embedded = torch.tanh(F.linear(ofi, p["w_ofi"], p["b_ofi"])) if config.has_ofi and ofi is not None else None
+        value = functional.linear(functional.relu(functional.linear(h2, p["w_v1"], p["b_v1"])), p["w_v2"], p["b_v2"])[
+            :, None
+        ]
+        embedded = (
+            torch.tanh(functional.linear(ofi, p["w_ofi"], p["b_ofi"])) if config.has_ofi and ofi is not None else None
+        )
         advantages: list[Tensor] = []
         for d, n in enumerate(config.branches):
             if d == 1:
@@ -105,8 +111,8 @@ class Net:
                     first = self.q_of(value + advantages[0] - advantages[0].mean(1, keepdim=True)).softmax(-1)
             extra = (wire[:, None] if wire is not None else None) if d == 0 else first if d == 1 else embedded
             c = h2 if extra is None else torch.cat([h2, extra], dim=1)
-            hidden = F.relu(F.linear(c, p[f"w_b{d}fc"], p[f"b_b{d}fc"]))
-            advantages.append(F.linear(hidden, p[f"w_b{d}out"], p[f"b_b{d}out"]).view(-1, n, config.atoms))
+            hidden = functional.relu(functional.linear(c, p[f"w_b{d}fc"], p[f"b_b{d}fc"]))
+            advantages.append(functional.linear(hidden, p[f"w_b{d}out"], p[f"b_b{d}out"]).view(-1, n, config.atoms))
         if self.even:
             stacked = torch.stack(advantages, dim=1)
             return (value[:, None] + (stacked - stacked.mean(2, keepdim=True))).flatten(1, 2)
@@ -119,12 +125,16 @@ class Net:
     def iqn(self, p: Params, h2: Tensor, tau: Tensor) -> Tensor:
         """θ as [B, N, Σn_d]."""
         cosines = torch.cos(tau[:, :, None] * self.multiples)
-        mixed = h2[:, None] * F.relu(F.linear(cosines, p["w_phi"], p["b_phi"]))
-        return F.linear(F.relu(F.linear(mixed, p["w_iq1"], p["b_iq1"])), p["w_iq2"], p["b_iq2"])
+        mixed = h2[:, None] * functional.relu(functional.linear(cosines, p["w_phi"], p["b_phi"]))
+        return functional.linear(
+            functional.relu(functional.linear(mixed, p["w_iq1"], p["b_iq1"])), p["w_iq2"], p["b_iq2"]
+        )
 
     def mlp(self, p: Params, name: str, x: Tensor) -> Tensor:
         """A relu MLP of two layers."""
-        return F.linear(F.relu(F.linear(x, p[f"w_{name}1"], p[f"b_{name}1"])), p[f"w_{name}2"], p[f"b_{name}2"])
+        return functional.linear(
+            functional.relu(functional.linear(x, p[f"w_{name}1"], p[f"b_{name}1"])), p[f"w_{name}2"], p[f"b_{name}2"]
+        )
 
     def argmax(self, q: Tensor) -> Tensor:
         """Best action per branch [B, D]; q is finite or NaN, and NaN never wins."""

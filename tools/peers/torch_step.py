@@ -73,9 +73,7 @@ class TorchStep:
         self.state = TorchState(config, start, device, dtype)
         chosen = layout or ("tree" if variant == "compiled" else "rows")
         self.store: Rows | Blocks = (
-            Rows(config, start, device, dtype)
-            if chosen == "rows"
-            else Blocks(config, start, device, dtype, chosen)
+            Rows(config, start, device, dtype) if chosen == "rows" else Blocks(config, start, device, dtype, chosen)
         )
         signals = start["signals"]
         self.net = Net(config, signals, self.state.t, dense=variant == "compiled", complete=complete)
@@ -297,9 +295,7 @@ class TorchTrainer:
         return int(self.owner.state.skipped)
 
 
-def _packed(
-    arrays: list[tuple[str, NDArray[Any]]], dtype: Any, device: str
-) -> tuple[Tensor, dict[str, int | slice]]:
+def _packed(arrays: list[tuple[str, NDArray[Any]]], dtype: Any, device: str) -> tuple[Tensor, dict[str, int | slice]]:
     """Arrays [rows] or [rows, n] side by side in one table, and the column or columns of each."""
     columns: dict[str, int | slice] = {}
     parts, at = [], 0

@@ -70,8 +70,7 @@ class Rows:
         vectors = [0.0 if e.matrix else math.inf for e, c in zip(self.entries, counts, strict=True) for _ in range(c)]
         self.owner = torch.tensor(owners, device=device)
         self.no_weight_bound = torch.tensor(vectors, dtype=dtype, device=device)[:, None]
-        firsts = [owners.index(g) for g in range(owners[-1] + 1)] + [total]
-        self.spans = list(zip(firsts[:-1], firsts[1:], strict=True))
+        self.spans = [(owners.index(g), owners.index(g) + owners.count(g)) for g in range(owners[-1] + 1)]
         self.sizes = [sum(e.size for e in self.entries if e.group == g) for g in range(len(self.spans))]
         signals, groups = start["signals"], groups_of(config)
         rates = torch.tensor([signals[f"lr.{groups[g]}"] for g in owners], dtype=dtype, device=device)[:, None]
@@ -138,8 +137,9 @@ class Blocks:
         for part in self.parts:
             kept = [block for block in self.blocks if part != "target" or block.target]
             filled = [np.concatenate([np.ravel(start[part][e.name]) for e in block.entries]) for block in kept]
-            shaped = [x.reshape(b.entries[0].shape) if layout == "tree" else x for x, b in zip(filled, kept, strict=True)]
-            self.lists[part] = [torch.tensor(x, dtype=dtype, device=device) for x in shaped]
+            if layout == "tree":
+                filled = [x.reshape(block.entries[0].shape) for x, block in zip(filled, kept, strict=True)]
+            self.lists[part] = [torch.tensor(x, dtype=dtype, device=device) for x in filled]
         self.grad: list[Tensor] = []
 
     @property
@@ -160,11 +160,9 @@ class Blocks:
 
     def norms(self, grads: Mapping[str, Tensor]) -> Tensor:
         """‖g‖ of every group."""
-        self.grad = [
-            grads[b.entries[0].name] if len(b.entries) == 1 else torch.cat([grads[e.name].reshape(-1) for e in b.entries])
-            for b in self.blocks
-        ]
-        self.grad = [g.reshape(x.shape) for g, x in zip(self.grad, self.lists["params"], strict=True)]
+        flat = [[grads[entry.name].reshape(-1) for entry in block.entries] for block in self.blocks]
+        joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
+        self.grad = [g.view(x.shape) for g, x in zip(joined, self.lists["params"], strict=True)]
         squares: list[list[Tensor]] = [[] for _ in range(self.groups)]
         for g, x in zip(self.owner, torch._foreach_norm(self.grad), strict=True):
             squares[g].append(x.square())
@@ -194,8 +192,9 @@ class Blocks:
         step = torch._foreach_div(new_m, torch._foreach_add(torch._foreach_sqrt(new_v), [eps] * count))
         step = torch._foreach_mul(step, [factor * -rate for rate in self.rates])
         if signals["weight_decay"]:
-            rates = [r * signals["weight_decay"] if b.matrix else 0.0 for r, b in zip(self.rates, self.blocks, strict=True)]
-            step = torch._foreach_sub(step, torch._foreach_mul(w, [live * rate for rate in rates]))
+            decay = [signals["weight_decay"] if block.matrix else 0.0 for block in self.blocks]
+            shrink = [live * (rate * x) for rate, x in zip(self.rates, decay, strict=True)]
+            step = torch._foreach_sub(step, torch._foreach_mul(w, shrink))
         unbounded = torch.full_like(t, math.inf)
         limits = spread(bounds[WEIGHT])
         high = [x if b.matrix else unbounded for x, b in zip(limits, self.blocks, strict=True)]
@@ -319,4 +318,3 @@ def optimize(
     s.t.add_(ok)
     s.skipped.add_(~ok)
     return {"norms": norms, "sigma": sigma, "ok": ok}
-
