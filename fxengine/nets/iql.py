@@ -1,4 +1,8 @@
-"""Two expectile value nets on the raw state (docs/step.md §3)."""
+"""Two expectile value nets on the raw state (docs/step.md §3).
+
+Their products are computed in float32 in every precision mode: they are small, and a batch is so thin a sample for them
+that a single ReLU which rounding flips moves their gradient by a fifth.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
 def losses(p: Pass, config: StepConfig, state: Tensor, q: Tensor, actions: Tensor) -> None:
     """L_iql_{high,low} of u = sg(mean_d q_d[a_d]) − V(s); q [B, Σn_d] gets no gradient."""
     for side in SIDES:
-        hidden = p.linear(state, f"iql{side}1", activation="relu", name=f"iql{side}1")
-        v = p.linear(hidden, f"iql{side}2", name=f"iql{side}2")
+        hidden = p.linear(state, f"iql{side}1", activation="relu", precision="fp32", name=f"iql{side}1")
+        v = p.linear(hidden, f"iql{side}2", precision="fp32", name=f"iql{side}2")
         values.expectile(
             p.program,
             v,

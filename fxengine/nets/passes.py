@@ -62,17 +62,27 @@ class Pass:
         activation: Activation = "none",
         bias: bool = True,
         input_scale: Tensor | None = None,
+        precision: str | None = None,
         name: str,
     ) -> Tensor:
         """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`."""
         w, b = f"w_{layer}", f"b_{layer}" if bias else None
         full = name + self.suffix
         if self.trained:
-            return self.tape.linear(x, w, b, activation=activation, input_scale=input_scale, name=full)
+            return self.tape.linear(
+                x, w, b, activation=activation, input_scale=input_scale, precision=precision, name=full
+            )
         weight = self.weight(w)
         rows = (x[0] if isinstance(x, tuple) else x).shape[0]
         y = self.tensor(name, rows, weight.shape[0])
         linear.forward(
-            self.program, x, weight, self.weight(b) if b else None, y, activation=activation, label=f"{full}.fwd"
+            self.program,
+            x,
+            weight,
+            self.weight(b) if b else None,
+            y,
+            activation=activation,
+            label=f"{full}.fwd",
+            precision=precision,
         )
         return y

@@ -24,12 +24,22 @@ from fxengine.train.groups import ParamGroups
 MAX_SOURCES = 16
 
 
+@dataclass(frozen=True)
+class _Source:
+    """scale·dy·w, owed to a gradient; computed in the precision of the layer that it comes from."""
+
+    dy: Tensor
+    w: Tensor
+    scale: Tensor | None
+    precision: str | None
+
+
 @dataclass
 class _Gradient:
     """Gradient of a tracked tensor: dL/d(pre-activation), as every kernel of the project keeps it."""
 
     tensor: Tensor
-    sources: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    sources: list[_Source] = field(default_factory=list)
     written: bool = False
 
 
@@ -76,9 +86,9 @@ class Gradients:
         accumulate, gradient.written = gradient.written, True
         return gradient.tensor, accumulate
 
-    def add_source(self, y: Tensor, dy: Tensor, w: Tensor, scale: Tensor | None) -> None:
+    def add_source(self, y: Tensor, dy: Tensor, w: Tensor, scale: Tensor | None, precision: str | None) -> None:
         """Owe scale·dy·w to the gradient of y; it is paid with all other sources when y's gradient is needed."""
-        self._of(y).sources.append((dy, w, scale))
+        self._of(y).sources.append(_Source(dy, w, scale, precision))
 
     def settle(self, y: Tensor) -> Tensor | None:
         """y's gradient with everything that is owed to it; None if no loss reaches y."""
@@ -86,18 +96,21 @@ class Gradients:
         if gradient is None:
             return None
         while gradient.sources:
-            due, gradient.sources = gradient.sources[:MAX_SOURCES], gradient.sources[MAX_SOURCES:]
+            precision = gradient.sources[0].precision
+            due = [s for s in gradient.sources if s.precision == precision][:MAX_SOURCES]
+            gradient.sources = [s for s in gradient.sources if s not in due]
             activation = self._tape.activation(y)
             linear.backward_dx(
                 self._tape.program,
-                [dy for dy, _, _ in due],
-                [w for _, w, _ in due],
+                [s.dy for s in due],
+                [s.w for s in due],
                 gradient.tensor,
-                scales=[scale for _, _, scale in due],
+                scales=[s.scale for s in due],
                 x=y if activation != "none" else None,
                 activation=activation,
                 accumulate=gradient.written,
                 label=f"{self.prefix}{y.name}.dx",
+                precision=precision,
             )
             gradient.written = True
         return gradient.tensor
@@ -201,6 +214,7 @@ class Tape:
         *,
         activation: Activation = "none",
         input_scale: Tensor | None = None,
+        precision: str | None = None,
         name: str,
     ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
@@ -211,13 +225,21 @@ class Tape:
             b: name of the bias, or None.
             activation: applied to the result.
             input_scale: one float on the device that multiplies the gradient into x, not those of w and b.
+            precision: of this layer's products, forward and backward, if not the program's.
             name: of y.
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
         parts = x if isinstance(x, tuple) else (x,)
         y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]))
         linear.forward(
-            self.program, x, weight.value, bias.value if bias else None, y, activation=activation, label=f"{name}.fwd"
+            self.program,
+            x,
+            weight.value,
+            bias.value if bias else None,
+            y,
+            activation=activation,
+            label=f"{name}.fwd",
+            precision=precision,
         )
 
         def backward(gradients: Gradients) -> None:
@@ -228,13 +250,22 @@ class Tape:
             for part in parts:
                 last = first + part.shape[1]
                 if self.tracked(part):
-                    gradients.add_source(part, dy, weight.value.columns(first, last), input_scale)
+                    gradients.add_source(part, dy, weight.value.columns(first, last), input_scale, precision)
                 first = last
             if not gradients.wants(w):
                 return
             dw, accumulate = gradients.parameter(w)
             db = gradients.parameter(b)[0] if b is not None else None
-            linear.backward_dw(self.program, dy, x, dw, db, accumulate=accumulate, label=f"{gradients.prefix}{name}.dw")
+            linear.backward_dw(
+                self.program,
+                dy,
+                x,
+                dw,
+                db,
+                accumulate=accumulate,
+                label=f"{gradients.prefix}{name}.dw",
+                precision=precision,
+            )
 
         self.record(backward)
         return self.track(y, activation)

@@ -25,13 +25,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
 from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile
+
+if TYPE_CHECKING:
+    from fxengine.driver import Target
 
 Activation: TypeAlias = Literal["none", "elu", "relu", "tanh"]
 Input: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
@@ -83,6 +86,7 @@ def forward(
     activation: Activation = "none",
     accumulate: bool = False,
     label: str | None = None,
+    precision: str | None = None,
     tile: str | None = None,
 ) -> Launch:
     """Append y = activation(x wᵀ + b), or y += x wᵀ + b.
@@ -96,6 +100,7 @@ def forward(
         activation: applied to the result; "none" if `accumulate`.
         accumulate: add to y instead of overwriting it.
         label: name of the record (default: y's name).
+        precision: of the product, if not the program's.
         tile: a key of `TILES[program.precision]` (default: `choose_tile`).
 
     Raises:
@@ -124,7 +129,7 @@ def forward(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    mode = _precision(label, program)
+    mode = _precision(label, precision or program.precision, program.target)
     name = _tile(label, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
@@ -142,6 +147,7 @@ def backward_dx(
     scales: Sequence[Tensor | None] | None = None,
     accumulate: bool = False,
     label: str | None = None,
+    precision: str | None = None,
     tile: str | None = None,
 ) -> Launch:
     """Append dx = slope(x) * sum_i scale_i (dy_i w_i), or dx += the same; sources are added in order.
@@ -160,6 +166,7 @@ def backward_dx(
             adds an exact 0, even if its gradient holds NaN.
         accumulate: add to dx instead of overwriting it.
         label: name of the record (default: dx's name).
+        precision: of the product, if not the program's.
         tile: a key of `TILES[program.precision]` (default: `choose_tile`).
 
     Raises:
@@ -198,7 +205,7 @@ def backward_dx(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    mode = _precision(label, program)
+    mode = _precision(label, precision or program.precision, program.target)
     name = _tile(label, mode, tile) or choose_tile(program.target, m, k, sum(widths), precision=mode)
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
@@ -213,6 +220,7 @@ def backward_dw(
     *,
     accumulate: bool = False,
     label: str | None = None,
+    precision: str | None = None,
     tile: str | None = None,
     slices: int | None = None,
 ) -> Launch:
@@ -229,6 +237,7 @@ def backward_dw(
         db: [n], or None.
         accumulate: add to dw and db instead of overwriting them.
         label: name of the record (default: dw's name).
+        precision: of the product, if not the program's.
         tile: a key of `TILES[program.precision]` (default: `choose_dw`).
         slices: number of slices (default: `choose_dw`).
 
@@ -243,7 +252,7 @@ def backward_dw(
     _expect(label, "db", db, (n,), f"dy is {_shape(dy)}")
     _separate(label, "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
-    mode = _precision(label, program)
+    mode = _precision(label, precision or program.precision, program.target)
     name, wanted = choose_dw(program.target, n, columns, m, _tile(label, mode, tile), precision=mode)
     slices = wanted if slices is None else slices
     if slices < 1:
@@ -420,8 +429,8 @@ def _activation(label: str, activation: str) -> int:
     return ACTIVATION_CODES[activation]
 
 
-def _precision(label: str, program: Program) -> str:
-    mode, arch = program.precision, program.target.arch
+def _precision(label: str, mode: str, target: Target) -> str:
+    arch = target.arch
     if mode not in PRECISIONS:
         raise ProgramError(f"linear '{label}': unknown precision {mode!r}, expected one of {list(PRECISIONS)}")
     number = re.match(r"sm_(\d+)", arch)
