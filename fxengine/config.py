@@ -39,7 +39,7 @@ class StepConfig:
         aux_h: width Ah of the auxiliary trunk. 0: no auxiliary nets and no wire.
         aux_out: output width Ao of the auxiliary trunk.
         aux_head: hidden width Hh of an auxiliary head.
-        regimes: regime classes R.
+        regimes: regime classes R. 0: no regime head.
         iql_h: hidden width L of the two IQL value nets. 0: none.
         cur_h: hidden width C of the curiosity model. 0: none.
         huber: κ of the quantile Huber loss.
@@ -91,13 +91,20 @@ class StepConfig:
         if self.aux_h:
             for name in ("aux_out", "aux_head"):
                 _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with auxiliary nets")
-            _require(self.regimes >= 2, "regimes", self.regimes, "at least 2 with auxiliary nets")
+            _require(
+                self.regimes == 0 or self.regimes >= 2, "regimes", self.regimes, "0 (no regime head) or at least 2"
+            )
         if not self.branches:
             extra = [name for name in _ABSENT if getattr(self, name)]
             _require(not extra, "branches", self.branches, f"given, since {', '.join(extra)} need a Q network")
             _require(self.aux_h > 0, "aux_h", self.aux_h, "positive in a step without branches")
         if self.branches:
-            _require(self.h2 >= 1, "h2", self.h2, "at least 1 with branches")
+            for name in ("h2", "value_h", "adv_h"):
+                _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with branches")
+            for name in ("iqn_target_quantiles", "iqn_cos", "iqn_h") if self.iqn_quantiles else ():
+                _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with IQN")
+            _require(not self.tokens or self.attn >= 1, "attn", self.attn, "at least 1 with attention")
+            _require(not self.has_ofi or self.ofi_embed >= 1, "ofi_embed", self.ofi_embed, "at least 1 with order flow")
             _require(self.atoms >= 2, "atoms", self.atoms, "at least 2")
             _require(self.v_min < self.v_max, "v_min", self.v_min, f"below v_max = {self.v_max}")
         _require(self.huber > 0, "huber", self.huber, "positive")

@@ -95,6 +95,7 @@ class Engine:
         self.device = device if isinstance(device, Device) else Device.open(device)
         self._closed = False
         self._evaluations: dict[Any, _Evaluation] = {}
+        self._parameters: Parameters | None = None
         try:
             self._build(_as_definition(definition), _checked_data(data), groups, feed, guard)
             self._initialise()
@@ -196,7 +197,9 @@ class Engine:
     @property
     def params(self) -> Parameters:
         """Parameters by name: read and assign float32 arrays."""
-        return Parameters(self)
+        if self._parameters is None:
+            self._parameters = Parameters(self)
+        return self._parameters
 
     def output(self, name: str) -> NDArray[Any]:
         """Copy of a named output of the last step (for example h1, wire). Waits for the queued steps."""
@@ -280,7 +283,8 @@ class Engine:
     def check_guards(self) -> None:
         """Raise if a kernel wrote past a buffer (engines made with guard=True)."""
         self.synchronize()
-        self.plan.check_guards()
+        for variant in self._variants.values():
+            variant.plan.check_guards()
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -293,6 +297,7 @@ class Engine:
         guard: bool,
     ) -> None:
         self._resident = frozenset(data)
+        self._guard = guard
 
         def declare(*, decompose: bool, oracles: bool) -> StepBuilder:
             builder = StepBuilder(
@@ -350,7 +355,7 @@ class Engine:
             builder = self._declare(decompose=decompose, oracles=oracles)
             if decompose and "decomposed" not in builder.reported:
                 raise ValueError("this step has no decomposition: it has no Q network")
-            plan = Plan(builder.program, self.device, base=self.plan)
+            plan = Plan(builder.program, self.device, guard=self._guard, base=self.plan)
             graph = plan.capture(stream=self.stream)
             self._variants[key] = _Variant(plan, graph, partial(graph.launch, stream=self.stream))
         return self._variants[key]
@@ -465,6 +470,10 @@ class _Evaluation:
             raise ValueError(f"inputs {sorted(inputs)} given, the step reads {sorted(self._builder.inputs)}")
         for name, array in inputs.items():
             self._engine._write(self._plan.buffer(self._builder.inputs[name]), np.asarray(array))
+        # Only a replay copies the host's signals to the snapshot that the forward reads.
+        host = self._engine.signals.current()
+        snapshot = self._engine.plan.buffer("signals")
+        self._engine._write(snapshot.view(0, host.shape, host.dtype), host)
         self._graph.launch(stream=self._engine.stream)
         values = self._engine._read(self._plan.buffer("telemetry.values")).view(np.float32)
         return {name: float(values[i]) for i, name in enumerate(self._builder.reports)}

@@ -43,7 +43,7 @@ class TrainSettings:
         lr_end: share of the highest learning rate that is left at the last step.
         validate_every: steps between validations; 0: ten over the run.
         health_every: steps between health reports of the full model; 0: ten over the run.
-        gamma: discount per bar of the full model's transitions.
+        gamma: discount per bar of the full model's transitions; the nearer to 1, the later IQN gets ready.
         signals: first values of further host-owned signals by name (clip, w_nb, weight_decay, ...).
     """
 
@@ -56,7 +56,7 @@ class TrainSettings:
     lr_end: float = 0.05
     validate_every: int = 0
     health_every: int = 0
-    gamma: float = 0.95
+    gamma: float = 0.5
     signals: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

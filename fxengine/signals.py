@@ -230,6 +230,11 @@ class Signals:
             self._overrides[slot.index] = checked
             self._version += 1
 
+    def current(self) -> NDArray[np.float32]:
+        """The slots that the host owns [HOST_SLOTS], as the next launch will see them."""
+        with self._lock:
+            return self._values.copy()
+
     def as_dict(self) -> dict[str, float]:
         """Every host-owned signal."""
         with self._lock:

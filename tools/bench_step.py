@@ -166,7 +166,7 @@ def with_peers(row: Mapping[str, Any], times: Mapping[str, float]) -> dict[str, 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, with the best peer where there are any."""
-    columns = ("model", "batch", "precision", "us_per_step", "uncaptured_us", "host_us", "launch_us", "depth", "nodes")
+    columns = ["model", "batch", "precision", "us_per_step", "uncaptured_us", "host_us", "launch_us", "depth", "nodes"]
     compared = any(row.get("peers") for row in rows)
     shown = []
     for row in rows:
@@ -175,7 +175,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         peer = {"best_peer": f"{best} {times[best]:.1f}" if best else "-"}
         shown.append({**row, **peer, "ratio": row["best_ratio"] if best else "-"})
     if compared:
-        columns = (*columns, "ratio", "best_peer")
+        columns += ["ratio", "best_peer"]
     lines = [" ".join(f"{column:>13}" for column in columns)]
     for row in shown:
         cells = (f"{value:.2f}" if isinstance(value := row[column], float) else str(value) for column in columns)

@@ -15,63 +15,10 @@
 //
 // Everything overwrites. A block takes `samples` samples. Staged: weights and samples lie in shared memory, rows padded
 // to an odd length so that threads on neighbouring rows hit different banks. Sizes that do not fit there are worked on
-// in global memory by the same code, one sample per block; then every intermediate has to have its buffer. Each output
-// is one sum in index order, so that its bits depend neither on `samples` nor on where the operands lie.
-#include "fx.cuh"
-
-struct AttentionForward {
-    int first_tile;
-    int tiles;
-    const float* state;   // [batch, tokens * features]
-    const float* w_q;     // [attn, features]
-    const float* w_k;     // [attn, features]
-    const float* w_v;     // [attn, features]
-    const float* w_o;     // [features, attn]
-    float* x;             // [batch, tokens * features]
-    float* q;             // [batch * tokens, attn]; this and the next four may be null if staged
-    float* k;
-    float* v;
-    float* p;             // [batch * tokens, tokens]
-    float* o;             // [batch * tokens, attn]
-    long long ld_state;   // floats between samples
-    long long ld_x;
-    int batch;
-    int tokens;
-    int features;
-    int attn;
-    int samples;          // of a block; 1 if not staged
-    int staged;
-    float scale;          // 1 / sqrt(attn)
-};
-
-struct AttentionBackward {
-    int first_tile;
-    int tiles;
-    const float* dx;      // [batch, tokens * features]
-    const float* w_o;     // [features, attn]
-    const float* q;       // [batch * tokens, attn], like k and v
-    const float* k;
-    const float* v;
-    const float* p;       // [batch * tokens, tokens]
-    float* dq;            // [batch * tokens, attn], like dk and dv
-    float* dk;
-    float* dv;
-    float* mixed_grad;    // do [batch * tokens, attn]; this and the next are null if staged
-    float* scores_grad;   // ds [batch * tokens, tokens]
-    long long ld_dx;      // floats between samples
-    int batch;
-    int tokens;
-    int features;
-    int attn;
-    int samples;
-    int staged;
-    float scale;
-};
-
-// Floats of shared memory of a block; ops/attention.py computes what fits.
-constexpr int ATTENTION_SHARED = 8192;
-// Lanes that share a row of scores.
-constexpr unsigned ATTENTION_LANES = 8;
+// in global memory by the same code, one sample per block; then every intermediate has to have its buffer. The usual
+// sizes have a path of their own (attention.cuh). Each output is one sum in index order, so that its bits depend
+// neither on `samples` nor on the path.
+#include "attention.cuh"
 
 __device__ __forceinline__ float attention_dot(const float* a, const float* b, unsigned n) {
     float sum = 0.0f;
@@ -89,13 +36,13 @@ __device__ __forceinline__ float attention_lanes_max(float x) {
     return x;
 }
 
-// rows x cols floats into rows `ld` apart; the source rows are `from_ld` apart.
+// rows x cols floats into rows `ld` apart; the source rows are `from_ld` apart. Rows that are not live become zeros.
 __device__ __forceinline__ void attention_stage(float* to, unsigned ld, const float* from, long long from_ld,
-                                                unsigned rows, unsigned cols) {
+                                                unsigned rows, unsigned cols, const float* live = nullptr) {
     for (unsigned i = threadIdx.x; i < rows * cols; i += 256) {
         const unsigned row = i / cols;
         const unsigned col = i - row * cols;
-        to[row * ld + col] = from[row * from_ld + col];
+        to[row * ld + col] = live == nullptr || live[row] != 0.0f ? from[row * from_ld + col] : 0.0f;
     }
 }
 
@@ -117,6 +64,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
     float* const saved_o = r.o != nullptr ? r.o + row0 * A : nullptr;
 
     const float* state = r.state + first * r.ld_state;
+    const bool dead = !STAGED && r.live != nullptr && r.live[first] == 0.0f;  // staged, its tokens are zeros
     const float* w_q = r.w_q;
     const float* w_k = r.w_k;
     const float* w_v = r.w_v;
@@ -133,7 +81,8 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
         attention_stage(weights + A * ld_w, ld_w, w_k, F, A, F);
         attention_stage(weights + 2 * A * ld_w, ld_w, w_v, F, A, F);
         attention_stage(weights + 3 * A * ld_w, ld, w_o, A, F, A);
-        attention_stage(tokens, T * F, state, r.ld_state, samples, T * F);
+        const float* live = r.live != nullptr ? r.live + first : nullptr;
+        attention_stage(tokens, T * F, state, r.ld_state, samples, T * F, live);
         w_q = weights;
         w_k = w_q + A * ld_w;
         w_v = w_k + A * ld_w;
@@ -153,7 +102,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
         const unsigned kind = column >= 2 * A ? 2 : column >= A ? 1 : 0;
         const unsigned a = column - kind * A;
         const float* w = (kind == 0 ? w_q : kind == 1 ? w_k : w_v) + a * ld_w;
-        const float sum = attention_dot(state + row * F, w, F);
+        const float sum = dead ? 0.0f : attention_dot(state + row * F, w, F);
         (kind == 0 ? q : kind == 1 ? k : v)[row * ld + a] = sum;
         if constexpr (STAGED) {
             float* saved = kind == 0 ? saved_q : kind == 1 ? saved_k : saved_v;
@@ -211,17 +160,22 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
         const unsigned row = i / F;
         const unsigned feature = i - row * F;
         const unsigned sample = row / T;
-        x[sample * r.ld_x + (i - sample * T * F)] = state[i] + attention_dot(o + row * ld, w_o + feature * ld, A);
+        const float token = dead ? 0.0f : state[i];
+        x[sample * r.ld_x + (i - sample * T * F)] = token + attention_dot(o + row * ld, w_o + feature * ld, A);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_attention_forward(const AttentionForward* table, int count) {
-    FX_POOL(float, shared, ATTENTION_SHARED);
+// Two blocks fill a multiprocessor's registers: more would spill.
+extern "C" __global__ void __launch_bounds__(256, 2) fx_attention_forward(const AttentionForward* table, int count) {
+    FX_POOL(float4, pool, ATTENTION_SHARED / 4);  // read in 16-byte pieces
+    float* const shared = reinterpret_cast<float*>(pool);
     int tile;
-    const AttentionForward& record = fx_record(table, count, tile);
+    const AttentionForward record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
-    if (record.staged != 0) {
+    if (record.path == ATTENTION_TOKENS) {
+        attention_forward_tokens(record, tile, shared);
+    } else if (record.path == ATTENTION_STAGED) {
         attention_forward<true>(record, tile, shared);
     } else {
         attention_forward<false>(record, tile, shared);
@@ -320,13 +274,16 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_attention_backward(const AttentionBackward* table, int count) {
-    FX_POOL(float, shared, ATTENTION_SHARED);
+extern "C" __global__ void __launch_bounds__(256, 2) fx_attention_backward(const AttentionBackward* table, int count) {
+    FX_POOL(float4, pool, ATTENTION_SHARED / 4);  // read in 16-byte pieces
+    float* const shared = reinterpret_cast<float*>(pool);
     int tile;
-    const AttentionBackward& record = fx_record(table, count, tile);
+    const AttentionBackward record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
-    if (record.staged != 0) {
+    if (record.path == ATTENTION_TOKENS) {
+        attention_backward_tokens(record, tile, shared);
+    } else if (record.path == ATTENTION_STAGED) {
         attention_backward<true>(record, tile, shared);
     } else {
         attention_backward<false>(record, tile, shared);

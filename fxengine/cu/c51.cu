@@ -1,4 +1,5 @@
-// fx_c51: the losses of the dueling C51 heads and their gradient, all D branches of a row in one pass.
+// fx_c51 (up to 64 atoms), fx_c51_wide: the losses of the dueling C51 heads and their gradient, all D branches of a row
+// in one pass.
 //   z_k        = v_min + k spacing;  top = atoms - 1
 //   m          = project(reward + discount z, p'), p' = softmax of branch d's target logits of action best:
 //                atom k receives sum_j p'_j max(0, 1 - |u_j - k|), u_j = (reward + discount z_j - v_min) / spacing,
@@ -16,8 +17,10 @@
 // an action outside [0, n_d), which is looked up nowhere.
 //
 // A warp works on one branch of one row: lane l owns the atoms l, l + 32, ... The softmaxes come ready from fx_dueling
-// (log p = logits - lse). A block holds 8 / D rows, so that dv is added up over the branches in their order.
-#include "fx.cuh"
+// (log p = logits - lse). A block holds 8 / D rows, so that dv is added up over the branches in their order. Branches
+// of up to four actions are read once and kept in registers, larger ones are read again for each pass. The wide kernel
+// is one of its own because its registers would cost the other half of its warps.
+#include "c51.cuh"
 
 struct C51 {
     int first_tile;
@@ -63,127 +66,21 @@ struct C51 {
     int atoms;                   // 2 to 256
     int quantiles;
     float v_min;
-    float v_max;
     float spacing;               // (v_max - v_min) / (atoms - 1)
+    double atoms_per_unit;       // (atoms - 1) / (v_max - v_min)
 };
 
-// What a warp adds to the losses of its row, before the means.
+// What a warp adds to the losses of its row, before the means; the weight is that of the row.
 struct C51Losses {
     float c51;
     float cql;
     float distill;
+    float weight;
 };
-
-// One branch of one row: what its first loads need, read from the record before fx_wait(), so that no load of a pointer
-// stands between the end of the previous kernel and the first load of data. The rest is read where it is used: held in
-// registers from the start it would be spilled.
-struct C51Branch {
-    const float* v;
-    const float* adv;  // [n, atoms]
-    const float* v_target;
-    const float* adv_target;
-    const float* lse_target;
-    const int* action;
-    const int* best;
-    int n;
-    int atoms;
-    int offset;
-    float v_min;
-    float spacing;
-
-    __device__ __forceinline__ float z(int k) const { return v_min + static_cast<float>(k) * spacing; }
-};
-
-__device__ __forceinline__ C51Branch c51_select(const C51& record, long long row, int d) {
-    C51Branch b;
-    b.offset = record.offset[d];
-    b.v = record.v + row * record.ld_v;
-    b.adv = record.adv[d] + row * record.ld_adv[d];
-    b.v_target = record.v_target + row * record.ld_v_target;
-    b.adv_target = record.adv_target[d] + row * record.ld_adv_target[d];
-    b.lse_target = record.lse_target + row * record.ld_lse_target + b.offset;
-    b.action = record.actions + row * record.ld_actions + d;
-    b.best = record.best + row * record.ld_best + d;
-    b.n = record.sizes[d];
-    b.atoms = record.atoms;
-    b.v_min = record.v_min;
-    b.spacing = record.spacing;
-    return b;
-}
 
 __device__ __forceinline__ float c51_signal(const float* signal) { return signal != nullptr ? *signal : 0.0f; }
 
 __device__ __forceinline__ float c51_nan() { return __uint_as_float(0x7fc00000u); }
-
-// The logits of all actions less their own advantages: v - mean_a adv, for the lane's atoms.
-template <int CHUNKS>
-__device__ __forceinline__ void c51_base(const float* v, const float* adv, int n, int atoms, float (&base)[CHUNKS]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) base[c] = 0.0f;
-    for (int a = 0; a < n; ++a) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int k = lane + 32 * c;
-            if (k < atoms) base[c] += adv[a * atoms + k];
-        }
-    }
-    const float share = fx_divide(1.0f, static_cast<float>(n));
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
-        base[c] = k < atoms ? v[k] - base[c] * share : 0.0f;
-    }
-}
-
-// m for the lane's atoms. `shared`: 32 * CHUNKS floats of this warp's own.
-template <int CHUNKS>
-__device__ __forceinline__ void c51_project(
-    const C51Branch& b, float reward, float disc, float v_max, float* shared, float (&m)[CHUNKS]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    const float top = static_cast<float>(b.atoms - 1);
-    const bool dead = disc == 0.0f;
-    // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
-    // of v_min nearly cancel.
-    const double low = b.v_min;
-    const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) *
-                                           ((b.atoms - 1) / (static_cast<double>(v_max) - low)));
-    if (!dead) {
-        const int best = *b.best;
-        const float lse = b.lse_target[best];
-        float base[CHUNKS];
-        c51_base<CHUNKS>(b.v_target, b.adv_target, b.n, b.atoms, base);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int k = lane + 32 * c;
-            if (k < b.atoms) shared[k] = expf(base[c] + b.adv_target[best * b.atoms + k] - lse);
-        }
-        __syncwarp();
-    }
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
-        const float at = static_cast<float>(k);
-        m[c] = 0.0f;
-        if (k >= b.atoms) continue;
-        // Only the j with |u_j - k| < 1, and on the outermost atoms those beyond the ends, contribute. The range takes
-        // in its ends, which add nothing unless rounding moved them; NaN and tiny discounts get all of it.
-        int from = 0, to = dead ? 0 : b.atoms - 1;
-        if (disc >= 0.01f) {
-            const float inverse = fx_divide(1.0f, disc);
-            if (k > 0) from = static_cast<int>(fminf(fmaxf(floorf((at - 1.0f - start) * inverse), 0.0f), top));
-            if (k < b.atoms - 1) {
-                to = static_cast<int>(fmaxf(fminf(ceilf((at + 1.0f - start) * inverse), top), 0.0f));
-            }
-        }
-        for (int j = from; j <= to; ++j) {
-            float u = dead ? start : fmaf(static_cast<float>(j), disc, start);
-            u = u < 0.0f ? 0.0f : u > top ? top : u;  // NaN passes
-            const float hat = 1.0f - fabsf(u - at);
-            m[c] += (dead ? 1.0f : shared[j]) * (hat < 0.0f ? 0.0f : hat);
-        }
-    }
-}
 
 // Gradients of the logits of one action. A loss whose weight is 0 is left out rather than multiplied.
 struct C51Slope {
@@ -206,87 +103,128 @@ struct C51Slope {
     }
 };
 
-template <int CHUNKS>
-__device__ __forceinline__ C51Losses c51_branch(const C51& record, const C51Branch& b, long long row, int d, float* shared) {
+template <int CHUNKS, int KEEP>
+__device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row, int d, float* shared) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
-    const int n = b.n, atoms = b.atoms;
-    const int action = *b.action;
+    const int n = record.sizes[d], atoms = record.atoms, offset = record.offset[d];
+
+    // Everything that can be on its way at once.
+    const int action = record.actions[row * record.ld_actions + d];
+    const int best = record.best[row * record.ld_best + d];
+    const float disc = record.discount[row];
+    float reward = record.reward[row];
+    C51Losses losses = {};
+    losses.weight = record.weight[row];
+    float base[CHUNKS], next[CHUNKS];
+    c51_load(base, record.v + row * record.ld_v, atoms);
+    c51_load(next, record.v_target + row * record.ld_v_target, atoms);
+    const C51Advantages<CHUNKS, KEEP> adv(record.adv[d] + row * record.ld_adv[d], n, atoms);
+    const C51Advantages<CHUNKS, KEEP> target(record.adv_target[d] + row * record.ld_adv_target[d], n, atoms);
+    const C51Actions<KEEP> q(record.q + row * record.ld_q + offset, n);
+    const C51Actions<KEEP> lse(record.lse + row * record.ld_lse + offset, n);
+    const C51Actions<KEEP> lse_target(record.lse_target + row * record.ld_lse_target + offset, n);
+    const float w_c51 = c51_signal(record.w_c51), w_cql = c51_signal(record.w_cql);
+    const float w_distill = c51_signal(record.w_distill);
     const bool known = action >= 0 && action < n;
     const int taken = known ? action : 0;
-    const float reward = record.reward[row];
-    const float* q = record.q + row * record.ld_q + b.offset;
-    const float* lse = record.lse + row * record.ld_lse + b.offset;
+    if (!known) reward = c51_nan();
+    float theta = 0.0f;
+    if (record.theta != nullptr) {
+        const long long ld = record.ld_theta;
+        const float* quantile = record.theta + row * record.quantiles * ld + offset + taken;
+        for (int i = lane; i < record.quantiles; i += 32) theta += quantile[i * ld];
+    }
 
-    float base[CHUNKS], m[CHUNKS];
-    c51_base<CHUNKS>(b.v, b.adv, n, atoms, base);
-    c51_project<CHUNKS>(b, known ? reward : c51_nan(), record.discount[row], record.v_max, shared, m);
+    // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
+    // of v_min nearly cancel.
+    const double low = record.v_min;
+    const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) * record.atoms_per_unit);
+    float m[CHUNKS];
+    if (disc == 0.0f) {
+        c51_point(atoms, start, m);
+    } else {
+        target.center(next);
+        const float norm = lse_target.pick(best);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) next[c] = expf(next[c] + target.pick(best, c) - norm);
+        c51_spread(atoms, start, disc, next, shared, m);
+    }
+
+    adv.center(base);
     float entropy = 0.0f, mass = 0.0f;
+    const float lse_taken = lse.pick(taken);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
-        if (k >= atoms) continue;
-        entropy -= m[c] * (base[c] + b.adv[taken * atoms + k] - lse[taken]);
+        if (lane + 32 * c < atoms) entropy -= m[c] * (base[c] + adv.pick(taken, c) - lse_taken);
         mass += m[c];
     }
-    C51Losses losses = {};
     losses.c51 = fx_warp_sum(entropy);
     mass = fx_warp_sum(mass);
 
-    const float q_taken = known ? q[taken] : c51_nan();
+    const float q_taken = known ? q.pick(taken) : c51_nan();
     float peak = -FX_INF, sum = 0.0f;
-    for (int a = lane; a < n; a += 32) peak = fmaxf(peak, q[a]);
+    if constexpr (KEEP > 0) {  // every lane by itself: cheaper than to share
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, step));
-    for (int a = lane; a < n; a += 32) sum += expf(q[a] - peak);
-    const float q_lse = peak + logf(fx_warp_sum(sum));
+        for (int a = 0; a < KEEP; ++a) peak = a < n ? fmaxf(peak, q(a)) : peak;
+#pragma unroll
+        for (int a = 0; a < KEEP; ++a) sum += a < n ? expf(q(a) - peak) : 0.0f;
+    } else {
+        for (int a = lane; a < n; a += 32) peak = fmaxf(peak, q(a));
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, step));
+        for (int a = lane; a < n; a += 32) sum += expf(q(a) - peak);
+        sum = fx_warp_sum(sum);
+    }
+    const float q_lse = peak + logf(sum);
     losses.cql = q_lse - q_taken;
 
     float gap = 0.0f;
     if (record.theta != nullptr) {
-        const long long ld = record.ld_theta;
-        const int quantiles = record.quantiles;
-        const float* theta = record.theta + row * quantiles * ld + b.offset + taken;
-        float total = 0.0f;
-        for (int i = lane; i < quantiles; i += 32) total += theta[i * ld];
-        gap = q_taken - fx_divide(fx_warp_sum(total), static_cast<float>(quantiles));
+        gap = q_taken - fx_divide(fx_warp_sum(theta), static_cast<float>(record.quantiles));
         losses.distill = 0.5f * gap * gap;
     }
     float* dadv = record.dadv[d];
     if (dadv == nullptr) return losses;
-    dadv += row * record.ld_dadv[d];
+    dadv += row * record.ld_dadv[d] + lane;
 
-    const float w_c51 = c51_signal(record.w_c51), w_cql = c51_signal(record.w_cql);
-    const float w_distill = c51_signal(record.w_distill);
     const float share = fx_divide(1.0f, static_cast<float>(record.rows) * static_cast<float>(record.branches));
-    const float factor = w_c51 * record.weight[row] * share;
+    const float factor = w_c51 * losses.weight * share;
     const float chosen = fx_scaled(w_distill, gap);
+    const float v_min = record.v_min, spacing = record.spacing;
     const auto slope = [&](int a) {
         const bool here = a == taken;
-        const float excess = known ? expf(q[a] - q_lse) - (here ? 1.0f : 0.0f) : c51_nan();
+        const float excess = known ? expf(q(a) - q_lse) - (here ? 1.0f : 0.0f) : c51_nan();
         const float dq = (fx_scaled(w_cql, excess) + (here ? chosen : 0.0f)) * share;
         const bool spread = w_cql != 0.0f || (here && w_distill != 0.0f);
-        return C51Slope{spread, here && w_c51 != 0.0f, dq, q[a], lse[a], factor, mass};
+        return C51Slope{spread, here && w_c51 != 0.0f, dq, q(a), lse(a), factor, mass};
     };
-    // Twice over the actions, rather than once with every gradient kept: their mean must be known before the first
-    // one is stored, and the second look finds the advantages in the cache.
-    float over[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) over[c] = 0.0f;
-    for (int a = 0; a < n; ++a) {
+    // Without room for every gradient, twice over the actions: their mean must be known before the first is stored.
+    const auto gradient = [&](const C51Slope& at, int a, int c) {
+        return at(base[c] + adv(a, c), v_min + static_cast<float>(lane + 32 * c) * spacing, m[c]);
+    };
+    float over[CHUNKS] = {}, kept[KEEP > 0 ? KEEP : 1][CHUNKS];
+#pragma unroll (KEEP > 0 ? KEEP : 1)
+    for (int a = 0; a < (KEEP > 0 ? KEEP : n); ++a) {
+        if (a >= n) break;
         const C51Slope at = slope(a);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const int k = lane + 32 * c;
-            if (k < atoms) over[c] += at(base[c] + b.adv[a * atoms + k], b.z(k), m[c]);
+            const float g = gradient(at, a, c);
+            over[c] += g;
+            if constexpr (KEEP > 0) kept[a][c] = g;
         }
     }
     const float inverse = fx_divide(1.0f, static_cast<float>(n));
-    for (int a = 0; a < n; ++a) {
-        const C51Slope at = slope(a);
+#pragma unroll (KEEP > 0 ? KEEP : 1)
+    for (int a = 0; a < (KEEP > 0 ? KEEP : n); ++a) {
+        if (a >= n) break;
+        C51Slope at = {};
+        if constexpr (KEEP == 0) at = slope(a);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const int k = lane + 32 * c, i = a * atoms + k;
-            if (k < atoms) dadv[i] = at(base[c] + b.adv[i], b.z(k), m[c]) - over[c] * inverse;
+            if (lane + 32 * c >= atoms) continue;
+            const float g = KEEP > 0 ? kept[KEEP > 0 ? a : 0][c] : gradient(at, a, c);
+            dadv[a * atoms + 32 * c] = g - over[c] * inverse;
         }
     }
     __syncwarp();  // every lane has read the projected probabilities
@@ -295,59 +233,95 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, const C51Bran
     return losses;
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_c51(const C51* table, int count) {
-    __shared__ float atoms_of[8][256];
-    __shared__ C51Losses losses_of[8];
+template <int ATOMS>
+struct C51Shared {
+    C51 record;
+    C51Losses losses[8];
+    float atoms[8][ATOMS];
+};
+
+// The record comes into shared memory before fx_wait(): afterwards no load of a pointer from memory stands before a
+// load of data, and registers stay free.
+__device__ __forceinline__ int c51_record(const C51* table, int count, C51& record) {
     int tile;
-    const C51& record = fx_record(table, count, tile);
-    const int warp = static_cast<int>(threadIdx.x >> 5);
-    const int branches = record.branches, atoms = record.atoms;
-    const int block_rows = 8 / branches;
-    const long long first = static_cast<long long>(tile) * block_rows;
-    const int local = warp / branches, d = warp - local * branches;
-    const int rows = static_cast<int>(record.rows - first < block_rows ? record.rows - first : block_rows);
-    const bool works = local < rows;
-    const long long row = works ? first + local : 0;
-    const C51Branch branch = c51_select(record, row, d);
-    fx_wait();
-    fx_trigger();
-    if (works) {
-        C51Losses losses;
-        if (atoms <= 32) {
-            losses = c51_branch<1>(record, branch, row, d, atoms_of[warp]);
-        } else if (atoms <= 64) {
-            losses = c51_branch<2>(record, branch, row, d, atoms_of[warp]);
-        } else if (atoms <= 128) {
-            losses = c51_branch<4>(record, branch, row, d, atoms_of[warp]);
-        } else {
-            losses = c51_branch<8>(record, branch, row, d, atoms_of[warp]);
-        }
-        if ((threadIdx.x & 31u) == 0) losses_of[warp] = losses;
-    }
+    const unsigned* from = reinterpret_cast<const unsigned*>(&fx_record(table, count, tile));
+    unsigned* to = reinterpret_cast<unsigned*>(&record);
+    for (unsigned i = threadIdx.x; i < sizeof(C51) / 4; i += 256) to[i] = from[i];
     __syncthreads();
+    return tile;
+}
+
+// Sums over the branches of a row and over the rows of a block, once all warps have left their parts.
+template <int ATOMS>
+__device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int tile, int rows, long long first) {
+    const C51& record = shared.record;
+    const int branches = record.branches, atoms = record.atoms;
     if (float* dv = record.dv; dv != nullptr) {
         for (int i = static_cast<int>(threadIdx.x); i < rows * atoms; i += 256) {
             const int r = i / atoms, k = i - r * atoms;
             float sum = 0.0f;
-            for (int b = 0; b < branches; ++b) sum += atoms_of[r * branches + b][k];
+            for (int b = 0; b < branches; ++b) sum += shared.atoms[r * branches + b][k];
             dv[(first + r) * record.ld_dv + k] = sum;
         }
     }
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x >= 32) return;
+    const int r = static_cast<int>(threadIdx.x);
     double c51 = 0.0, cql = 0.0, distill = 0.0;
-    for (int r = 0; r < rows; ++r) {
-        C51Losses sum = losses_of[r * branches];
+    if (r < rows) {
+        C51Losses sum = shared.losses[r * branches];
         for (int b = 1; b < branches; ++b) {
-            const C51Losses& next = losses_of[r * branches + b];
-            sum = C51Losses{sum.c51 + next.c51, sum.cql + next.cql, sum.distill + next.distill};
+            const C51Losses& next = shared.losses[r * branches + b];
+            sum.c51 += next.c51;
+            sum.cql += next.cql;
+            sum.distill += next.distill;
         }
         const float td = fx_divide(sum.c51, static_cast<float>(branches));
         if (record.td != nullptr) record.td[first + r] = td;
-        c51 += static_cast<double>(record.weight[first + r]) * td;
-        cql += static_cast<double>(sum.cql) / branches;
-        distill += static_cast<double>(sum.distill) / branches;
+        c51 = static_cast<double>(sum.weight) * td;
+        cql = sum.cql;
+        distill = sum.distill;
     }
+    c51 = fx_lanes_sum<8>(c51);
+    cql = fx_lanes_sum<8>(cql);
+    distill = fx_lanes_sum<8>(distill);
+    if (r != 0) return;
+    const double share = 1.0 / branches;
     if (record.c51_partials != nullptr) record.c51_partials[tile] = c51;
-    if (record.cql_partials != nullptr) record.cql_partials[tile] = cql;
-    if (record.distill_partials != nullptr) record.distill_partials[tile] = distill;
+    if (record.cql_partials != nullptr) record.cql_partials[tile] = cql * share;
+    if (record.distill_partials != nullptr) record.distill_partials[tile] = distill * share;
+}
+
+// `branch(record, row, d, atoms)` works on one branch of one row.
+template <int ATOMS, class Branch>
+__device__ __forceinline__ void c51_block(const C51* table, int count, C51Shared<ATOMS>& shared, Branch branch) {
+    const int tile = c51_record(table, count, shared.record);
+    const int warp = static_cast<int>(threadIdx.x >> 5);
+    const int branches = shared.record.branches;
+    const int block_rows = 8 / branches;
+    const long long first = static_cast<long long>(tile) * block_rows;
+    const int local = warp / branches, d = warp - local * branches;
+    const long long left = shared.record.rows - first;
+    const int rows = static_cast<int>(left < block_rows ? left : block_rows);
+    fx_wait();
+    fx_trigger();
+    if (local < rows) {
+        const C51Losses losses = branch(shared.record, first + local, d, shared.atoms[warp]);
+        if ((threadIdx.x & 31u) == 0) shared.losses[warp] = losses;
+    }
+    __syncthreads();
+    c51_finish(shared, tile, rows, first);
+}
+
+extern "C" __global__ void __launch_bounds__(256) fx_c51(const C51* table, int count) {
+    __shared__ C51Shared<64> shared;
+    c51_block(table, count, shared, [](const C51& record, long long row, int d, float* atoms) {
+        return record.sizes[d] <= 4 ? c51_branch<2, 4>(record, row, d, atoms) : c51_branch<2, 0>(record, row, d, atoms);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256) fx_c51_wide(const C51* table, int count) {
+    __shared__ C51Shared<256> shared;
+    c51_block(table, count, shared, [](const C51& record, long long row, int d, float* atoms) {
+        return record.atoms <= 128 ? c51_branch<4, 0>(record, row, d, atoms) : c51_branch<8, 0>(record, row, d, atoms);
+    });
 }

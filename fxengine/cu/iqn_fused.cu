@@ -39,10 +39,6 @@ struct IqnForward {
 constexpr int iqn_phi_chunks = 4;     // of 16 cosines
 constexpr int iqn_hidden_chunks = 8;  // of 16 hidden numbers
 
-// Chunks of cosines that a warp keeps in registers; where the sums leave no room for all, the last is in shared memory.
-template <int WORD, int M>
-constexpr int iqn_held = WORD == 1 && M == 2 ? 3 : 4;
-
 // The weights and biases of a record in shared memory.
 template <int WORD>
 struct IqnWeights {
@@ -52,14 +48,11 @@ struct IqnWeights {
     int chunks, last_chunks;
     uint4* units;
     uint4* last;
-    uint4* aside;   // cosines that are not held in registers
     float* biases;  // phi, hidden, theta
 
-    // aside_size: uint4 for them, in all.
-    __device__ __forceinline__ IqnWeights(const IqnForward& r, uint4* shared, int aside_size)
+    __device__ __forceinline__ IqnWeights(const IqnForward& r, uint4* shared)
         : chunks((r.features + 15) / 16), last_chunks((r.outputs + 15) / 16), units(shared),
-          last(shared + chunks * CHUNK), aside(last + last_chunks * LAST),
-          biases(reinterpret_cast<float*>(aside + aside_size)) {}
+          last(shared + chunks * CHUNK), biases(reinterpret_cast<float*>(last + last_chunks * LAST)) {}
 
     __device__ __forceinline__ void fill(const IqnForward& r) const {
         const int warp = static_cast<int>(threadIdx.x) >> 5;
@@ -95,10 +88,11 @@ struct IqnWeights {
 
 // theta of 16 M rows, from the operands that their hidden numbers make.
 template <int WORD, int M>
-__device__ __forceinline__ void iqn_outputs(const IqnForward& r, const IqnWeights<WORD>& weights,
+__device__ __forceinline__ void iqn_outputs(const IqnForward& r, uint4* shared,
                                             const unsigned (&hidden)[iqn_hidden_chunks][iqn_steps<WORD>][M][1][4],
                                             int row0) {
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+    const IqnWeights<WORD> weights(r, shared);
     const float* biases = weights.biases + 16 * (weights.chunks + iqn_hidden_chunks);
     const bool quads = fx_quads(r.theta, r.ld_theta);
 #pragma unroll 1
@@ -129,12 +123,12 @@ __device__ __forceinline__ void iqn_outputs(const IqnForward& r, const IqnWeight
 
 // 16 M rows from row0 on.
 template <int WORD, int M>
-__device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<WORD>& weights, int row0, bool same) {
-    constexpr int STEPS = iqn_steps<WORD>, HELD = iqn_held<WORD, M>;
+__device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int row0) {
+    constexpr int STEPS = iqn_steps<WORD>;
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-    const bool quads = fx_quads(r.h2, r.ld_h2);
-    unsigned features[HELD][STEPS][M][1][4];
-    uint4* const aside = weights.aside + (threadIdx.x >> 5) * (iqn_phi_chunks - HELD) * STEPS * M * 32 + lane;
+    const IqnWeights<WORD> weights(r, shared);
+    const bool quads = fx_quads(r.h2, r.ld_h2), same = M == 2 || r.quantiles % 16 == 0;
+    unsigned features[iqn_phi_chunks * STEPS][M][1][4];
     const float first = static_cast<float>(fx_linear_again(4 * t));  // else a register for every factor, all the time
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
@@ -154,15 +148,9 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
             }
             FX_UNROLL
             for (int q = 0; q < STEPS; ++q) {
-                unsigned words[4];
+                unsigned(&words)[4] = features[c * STEPS + q][i][0];
                 iqn_words<WORD>(words[0], words[2], v[0], q);
                 iqn_words<WORD>(words[1], words[3], v[1], q);
-                if (c < HELD) {
-                    FX_UNROLL
-                    for (int e = 0; e < 4; ++e) features[c < HELD ? c : 0][q][i][0][e] = words[e];
-                } else {
-                    aside[((c - HELD) * STEPS * M + q * M + i) * 32] = make_uint4(words[0], words[1], words[2], words[3]);
-                }
             }
         }
     }
@@ -182,32 +170,15 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
         float phi[M][2][4];
         iqn_start<M>(phi, *reinterpret_cast<const float4*>(bias));
         FX_UNROLL
-        for (int k = 0; k < iqn_phi_chunks; ++k) {
-            FX_UNROLL
-            for (int q = 0; q < STEPS; ++q) {
-                const uint4 unit = units[(k * STEPS + q) * 32];
-                if (k < HELD) {
-                    iqn_multiply<WORD, M>(phi, features[k < HELD ? k : 0][q], unit);
-                } else {
-                    unsigned a[M][1][4];
-                    FX_UNROLL
-                    for (int i = 0; i < M; ++i) {
-                        const uint4 words = aside[((k - HELD) * STEPS * M + q * M + i) * 32];
-                        a[i][0][0] = words.x;
-                        a[i][0][1] = words.y;
-                        a[i][0][2] = words.z;
-                        a[i][0][3] = words.w;
-                    }
-                    iqn_multiply<WORD, M>(phi, a, unit);
-                }
-            }
+        for (int k = 0; k < iqn_phi_chunks * STEPS; ++k) {
+            iqn_multiply<WORD, M>(phi, features[k], units[k * 32]);
         }
         float mixed[M][2][4];
         FX_UNROLL
         for (int i = 0; i < M; ++i) {
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
-                if (M == 1 && !same) {  // the rows are of several samples
+                if (!same) {  // the rows are of several samples
                     const int row = row0 + 16 * i + 8 * h + g;
                     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
                     fx_load(state, r.h2 + static_cast<long long>(sample) * r.ld_h2 + 16 * c + 4 * t, left, quads);
@@ -231,7 +202,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
         left -= 16;
         units += IqnWeights<WORD>::CHUNK;
     }
-    // What the stores need is computed here, not carried through the loop above.
+    __syncwarp();  // what the stores need is computed here, not carried through the loop above
     const int again = fx_linear_again(row0), row1 = again + fx_linear_again(g), column = fx_linear_again(4 * t);
     const bool quads_hidden = fx_quads(r.hidden, r.ld_hidden);
     float* to = r.hidden + static_cast<long long>(row1) * r.ld_hidden + column;
@@ -256,34 +227,30 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, const IqnWeights<W
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) iqn_operand<WORD, M>(words[p][q], v, q);
     }
-    iqn_outputs<WORD, M>(r, weights, words, again);
+    iqn_outputs<WORD, M>(r, shared, words, again);
 }
 
 template <int WORD, int M>
 __device__ __forceinline__ void iqn_forward(const IqnForward* table, int count, uint4* shared) {
+    __shared__ IqnForward record;  // read again and again: registers are scarce
     int tile;
-    const IqnForward& r = fx_record(table, count, tile);  // read again where needed: registers are scarce
-    const IqnWeights<WORD> weights(r, shared, 8 * (iqn_phi_chunks - iqn_held<WORD, M>) * iqn_steps<WORD> * M * 32);
-    fx_wait();
-    fx_trigger();
-    weights.fill(r);
+    {
+        const IqnForward& r = fx_record(table, count, tile);
+        if (threadIdx.x == 0) record = r;
+        fx_wait();
+        fx_trigger();
+        IqnWeights<WORD>(r, shared).fill(r);
+    }
     __syncthreads();
-    const bool same = r.quantiles % (16 * M) == 0;
-    const int groups = (r.rows + 16 * M - 1) / (16 * M);
     const int warp = static_cast<int>(threadIdx.x) >> 5;
-    for (int group = warp * r.tiles + tile; group < groups; group += 8 * r.tiles) {
-        iqn_rows<WORD, M>(r, weights, group * 16 * M, same);
+    for (int row0 = (warp * record.tiles + tile) * 16 * M; row0 < record.rows; row0 += 8 * 16 * M * record.tiles) {
+        iqn_rows<WORD, M>(record, shared, row0);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_tf32_16(const IqnForward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
     iqn_forward<1, 1>(table, count, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_tf32_32(const IqnForward* table, int count) {
-    FX_DYN_SHARED(uint4, shared);
-    iqn_forward<1, 2>(table, count, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_bf16_16(const IqnForward* table, int count) {

@@ -15,12 +15,18 @@
 template <int WORD>
 constexpr int iqn_steps = 2 / WORD;
 
+// fx_tf32 without clearing the low bits, which the product drops by itself.
+__device__ __forceinline__ unsigned iqn_tf32(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return fabsf(x) < FX_INF ? bits + 0x1000u : bits;
+}
+
 // The two words of step q of a chunk, from the lane's four numbers.
 template <int WORD>
 __device__ __forceinline__ void iqn_words(unsigned& first, unsigned& second, const float* v, int q) {
     if constexpr (WORD == 1) {
-        first = fx_tf32(v[2 * q]);
-        second = fx_tf32(v[2 * q + 1]);
+        first = iqn_tf32(v[2 * q]);
+        second = iqn_tf32(v[2 * q + 1]);
     } else {
         first = fx_bf16x2(v[0], v[1]);
         second = fx_bf16x2(v[2], v[3]);

@@ -10,8 +10,8 @@
 //     T::SHARED                 floats of shared memory
 //     T::Sums                   what a thread holds of the sums; starts as zeros
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared)
-//                               adds the products of the LinearSources source(0) .. source(count - 1), each of which every
-//                               thread asks for once; with SUM (A not inner) also the row sums of A
+//                               adds the products of the LinearSources source(0) .. source(count - 1), each of which
+//                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A
 //     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //

@@ -44,14 +44,14 @@ __device__ __forceinline__ void fx_mma(float (&sums)[M][N][4], const unsigned (&
             for (int j = 0; j < N; ++j) {
                 float(&c)[4] = sums[i][j];
                 if constexpr (WORD == 1) {
-                    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-                        "{%8, %9}, {%0, %1, %2, %3};"
+                    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                         : "r"(a[i][s][0]), "r"(a[i][s][1]), "r"(a[i][s][2]), "r"(a[i][s][3]), "r"(b[j][s][0]),
                           "r"(b[j][s][1]));
                 } else {
-                    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-                        "{%8, %9}, {%0, %1, %2, %3};"
+                    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                         : "r"(a[i][s][0]), "r"(a[i][s][1]), "r"(a[i][s][2]), "r"(a[i][s][3]), "r"(b[j][s][0]),
                           "r"(b[j][s][1]));

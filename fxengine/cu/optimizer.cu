@@ -155,13 +155,12 @@ __device__ __forceinline__ void adam_element(
 
 __device__ __forceinline__ float adam_follow(float target, float w, float tau) { return target + tau * (w - target); }
 
-// Norm and clip factor of the block's group, by one warp.
-__device__ __forceinline__ float adam_scale(const Adam& record, bool first) {
+// Norm and clip factor of the block's group, by one warp, from the group's partial sums.
+__device__ __forceinline__ float adam_scale(
+    const Adam& record, const double* partials, int count, float clip, bool first) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
-    const double* partials = record.partials + record.first_partial;
-    const float clip = *record.scalars[ADAM_CLIP];
     double sum = 0.0;
-    for (int i = lane; i < record.partial_count; i += 32) sum += partials[i];
+    for (int i = lane; i < count; i += 32) sum += partials[i];
     const double norm = sqrt(fx_warp_sum(sum));
     const double ratio = static_cast<double>(clip) / (norm + 1e-6);
     const float scale = ratio < 1.0 ? static_cast<float>(ratio) : 1.0f;
@@ -179,7 +178,7 @@ __device__ __forceinline__ void adam_report(const Adam* table, int count, bool b
     for (int g = 0; bad && g < count; ++g) {
         const double* partials = table[g].partials + table[g].first_partial;
         bool mine = false;
-        for (int i = lane; i < table[g].partial_count; i += 32) mine = mine || !fx_finite(partials[i]);
+        for (int i = lane; i < table[g].partial_count; i += 32) mine |= !fx_finite(partials[i]);
         if (__any_sync(0xffffffffu, mine)) mask |= 1ull << table[g].group;
     }
     if (lane != 0) return;
@@ -187,7 +186,7 @@ __device__ __forceinline__ void adam_report(const Adam* table, int count, bool b
     *table->group_mask = mask;
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 3) fx_adam(const Adam* table, int count) {
     constexpr int QUADS = 2;  // of a thread
     __shared__ float scalars[ADAM_SCALARS];
     __shared__ float scale;
@@ -203,7 +202,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int
     const double* const partials = record.partials;
     const int all_partials = record.all_partials;
     const long long length = record.length;
+    const int first_partial = record.first_partial, partial_count = record.partial_count;
     const float* scalar = nullptr;
+    if (warp == 0) scalar = record.scalars[ADAM_CLIP];
     if (warp == 1 && lane < ADAM_SCALARS) scalar = record.scalars[lane];
     bool inside[QUADS], matrix[QUADS], follows[QUADS];
 #pragma unroll
@@ -229,9 +230,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int
         target[k] = follows[k] ? *reinterpret_cast<const float4*>(targets + i) : zero;
     }
     bool bad = false;
-    for (int i = static_cast<int>(threadIdx.x); i < all_partials; i += 256) bad = bad || !fx_finite(partials[i]);
+    for (int i = static_cast<int>(threadIdx.x); i < all_partials; i += 256) bad |= !fx_finite(partials[i]);
     if (warp == 0) {
-        const float factor = adam_scale(record, tile == 0);
+        const float factor = adam_scale(record, partials + first_partial, partial_count, *scalar, tile == 0);
         if (lane == 0) scale = factor;
     } else if (warp == 1 && lane < ADAM_SCALARS) {
         scalars[lane] = scalar != nullptr ? *scalar : 0.0f;

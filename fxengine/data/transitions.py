@@ -62,7 +62,8 @@ class TransitionSettings:
 
     Attributes:
         steps: bars n from s to s'; 0: the lookahead of the dataset.
-        gamma: discount of one bar.
+        gamma: discount of one bar. The default looks two bars or so ahead: what bars bring later is noise here, and the
+            readiness of IQN falls back while targets that are bootstrapped further spread out (docs/step.md §4).
         explore: probability of a uniformly drawn action, for each branch by itself.
         spread: basis points that a market order of one unit pays, in and out.
         fee: basis points that a unit of normal urgency pays, in and out.
@@ -74,7 +75,7 @@ class TransitionSettings:
     """
 
     steps: int = 0
-    gamma: float = 0.95
+    gamma: float = 0.5
     explore: float = 0.2
     spread: float = 0.8
     fee: float = 0.2

@@ -20,8 +20,11 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
     step.group("attn", [*specs, ParamSpec("w_o", (features, config.attn))], target=True)
 
 
-def forward(p: Pass, config: StepConfig, state: Tensor) -> Tensor:
-    """x [B, S] of state [B, S]; the state itself without tokens."""
+def forward(p: Pass, config: StepConfig, state: Tensor, *, live: Tensor | None = None) -> Tensor:
+    """x [B, S] of state [B, S]; the state itself without tokens.
+
+    With tokens, rows in which `live` [B] is 0 read as zeros, whatever they hold.
+    """
     if not config.tokens:
         return state
     x = p.tensor("x", *state.shape)
@@ -33,7 +36,17 @@ def forward(p: Pass, config: StepConfig, state: Tensor) -> Tensor:
     )
     w_q, w_k, w_val, w_o = weights
     attention.forward(
-        p.program, state, w_q, w_k, w_val, w_o, x, tokens=config.tokens, saved=saved, label=f"x{p.suffix}.fwd"
+        p.program,
+        state,
+        w_q,
+        w_k,
+        w_val,
+        w_o,
+        x,
+        tokens=config.tokens,
+        live=live,
+        saved=saved,
+        label=f"x{p.suffix}.fwd",
     )
     if saved is None:
         return x

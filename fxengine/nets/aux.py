@@ -29,7 +29,7 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
         *linear_specs("a3", config.aux_out, config.aux_h),
     ]
     heads = []
-    for head, classes in (("nb", 2), ("rg", config.regimes)):
+    for head, classes in (("nb", 2), *((("rg", config.regimes),) if config.regimes else ())):
         heads += linear_specs(f"{head}1", config.aux_head, config.aux_out)
         heads += linear_specs(f"{head}2", classes, config.aux_head)
     step.group("aux_trunk", trunk)
@@ -56,14 +56,14 @@ def wire(p: Pass, next_bar: Tensor) -> Tensor:
     return out
 
 
-def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor, *, gated: bool) -> Tensor:
+def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor | None, *, gated: bool) -> Tensor:
     """L_nb and L_regime over the valid rows of int32 labels [B]; returns the wire [B, 1] = p_up − p_down.
 
     Args:
         step: the builder.
         heads: outputs of the trained pass.
         next_bar: labels of the next bar.
-        regime: labels of the regime.
+        regime: labels of the regime; None without a regime head.
         gated: a Q head reads the wire: what it sends back is multiplied by alpha_grad and flows on into the logits.
     """
     tape = step.tape
@@ -77,7 +77,7 @@ def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor,
         wire=out,
         name="nb",
     )
-    if heads.regime is not None:
+    if heads.regime is not None and regime is not None:
         weight = step.signal("w_regime")
         tape.crossentropy(
             heads.regime, regime, weight=weight, loss="L_regime", accuracy="accuracy_regime", name="regime"

@@ -26,7 +26,11 @@ TAU_STREAM, TAU_TARGET_STREAM = 2, 3
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of a step [B, ...]; rows whose discount is 0 have zeros for everything at s'."""
+    """Inputs of a step [B, ...].
+
+    Rows whose discount is 0 may hold anything at s'. They are zeros in next_ofi and, without attention, in next_state;
+    attention and curiosity leave them out by themselves.
+    """
 
     state: Tensor
     next_state: Tensor
@@ -61,10 +65,10 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
     decoded = decoders.forward(at_s, config, here.h2)
 
     # §2 at s': greedy actions of the online networks, values of the target networks, the same wire for both
-    there = trunk.forward(after, config, attention.forward(after, config, batch.next_state))
+    there = trunk.forward(after, config, attention.forward(after, config, batch.next_state, live=batch.discount))
     next_wire = aux.wire(after, aux.forward(after, there.h1, regime=False).next_bar) if config.aux_h else None
     choice = dueling.forward(after, config, there.h2, wire=next_wire, ofi=batch.next_ofi, greedy=True)
-    goal = trunk.forward(target, config, attention.forward(target, config, batch.next_state))
+    goal = trunk.forward(target, config, attention.forward(target, config, batch.next_state, live=batch.discount))
     values = dueling.forward(target, config, goal.h2, wire=next_wire, ofi=batch.next_ofi)
     assert choice.best is not None
 
@@ -107,12 +111,13 @@ def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
 
 def _auxiliary_losses(step: StepBuilder, config: StepConfig, p: Pass, h1: Tensor) -> Tensor:
     """Auxiliary nets on h1, their losses; returns the wire [B, 1]."""
-    labels = [step.input(name, (config.batch,), np.int32) for name in ("nb_label", "regime_label")]
-    heads = aux.forward(p, h1)
+    next_bar = step.input("nb_label", (config.batch,), np.int32)
+    regime = step.input("regime_label", (config.batch,), np.int32) if config.regimes else None
+    heads = aux.forward(p, h1, regime=bool(config.regimes))
     step.output("nb_logits", heads.next_bar)
     if heads.regime is not None:
         step.output("regime_logits", heads.regime)
-    return step.output("wire", aux.losses(step, heads, *labels, gated=bool(config.branches)))
+    return step.output("wire", aux.losses(step, heads, next_bar, regime, gated=bool(config.branches)))
 
 
 def _declare_groups(step: StepBuilder, config: StepConfig) -> None:
@@ -141,7 +146,9 @@ def _inputs(step: StepBuilder, config: StepConfig) -> Batch:
     if config.has_ofi:
         ofi = step.input("ofi", (rows, config.ofi))
         next_ofi = _living(step, step.input("next_ofi", (rows, config.ofi)), discount)
-    return Batch(state, _living(step, next_state, discount), reward, discount, weight, actions, ofi, next_ofi)
+    if not config.tokens:
+        next_state = _living(step, next_state, discount)
+    return Batch(state, next_state, reward, discount, weight, actions, ofi, next_ofi)
 
 
 def _living(step: StepBuilder, x: Tensor, discount: Tensor) -> Tensor:
@@ -160,6 +167,7 @@ def _head_losses(
     theta: Tensor | None,
 ) -> None:
     """L_c51, L_cql and L_distill, with their weights, into the heads; td [B] is the replay priority."""
+    weights = {name: step.signal(f"w_{name}") if step.train else None for name in ("c51", "cql", "distill")}
     td = step.output("td", step.program.tensor("td", (config.batch,)))
     c51.losses(
         step.program,
@@ -169,9 +177,9 @@ def _head_losses(
         v_min=config.v_min,
         v_max=config.v_max,
         theta=theta,
-        w_c51=step.signal("w_c51"),
-        w_cql=step.signal("w_cql"),
-        w_distill=step.signal("w_distill") if theta else None,
+        w_c51=weights["c51"],
+        w_cql=weights["cql"],
+        w_distill=weights["distill"] if theta else None,
         dv=step.loss_gradient(heads.heads.v),
         dadv=[step.tape.training.output(adv) for adv in heads.heads.adv] if step.train else (),
         td=td,

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _SHARED = 8192
 # More samples in a block than this save no more weight traffic worth having.
 _MAX_SAMPLES = 8
+# AttentionPath of attention.cuh, and the sizes of the last one: a thread per token.
+_MEMORY, _STAGED, _TOKENS = range(3)
+_TOKEN_FEATURES, _TOKEN_ATTN, _TOKEN_MOST, _TOKEN_LD = 8, 16, 8, 20
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
@@ -68,18 +71,27 @@ class Saved:
         return cls(**{part: program.tensor(f"{name}.{part}", (rows, width)) for part, width in widths.items()})
 
 
-def choose_samples(target: Target, batch: int, floats_shared: int, floats_per_sample: int) -> int:
+def choose_samples(
+    target: Target, batch: int, floats_shared: int, floats_per_sample: int, most: int = _MAX_SAMPLES
+) -> int:
     """Samples of a block, 0 if not even one fits into shared memory; a pure function of its arguments.
 
     The simulated device pays for blocks, a GPU for multiprocessors that have none.
     """
     fitting = max(0, (_SHARED - floats_shared) // floats_per_sample)
     wanted = batch if target.kind == "sim" else -(-batch // target.sm_count)
-    return min(fitting, wanted, _MAX_SAMPLES)
+    return min(fitting, wanted, most)
+
+
+def _by_token(tokens: int, features: int, attn: int) -> bool:
+    """Whether the sizes are those of the path with a thread per token."""
+    return (features, attn) == (_TOKEN_FEATURES, _TOKEN_ATTN) and tokens <= _TOKEN_MOST
 
 
 def forward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
     """Floats of shared memory that a forward needs per block (weights) and per sample."""
+    if _by_token(tokens, features, attn):
+        return 4 * features * attn, tokens * 2 * _TOKEN_LD
     padded = attn | 1
     weights = 3 * attn * (features | 1) + features * padded
     return weights, tokens * (features + 3 * padded + tokens)
@@ -87,6 +99,8 @@ def forward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
 
 def backward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
     """Floats of shared memory that a backward needs per block (w_o) and per sample."""
+    if _by_token(tokens, features, attn):
+        return features * attn, tokens * (4 * _TOKEN_LD + 2 * _TOKEN_MOST)
     return features * attn, tokens * (features + 4 * (attn | 1) + 2 * tokens)
 
 
@@ -100,6 +114,7 @@ def forward(
     x: Tensor,
     *,
     tokens: int,
+    live: Tensor | None = None,
     saved: Saved | None = None,
     samples: int | None = None,
     label: str | None = None,
@@ -115,6 +130,8 @@ def forward(
         w_o: float32 [F, A].
         x: float32 [B, T·F], any row stride; must not overlap the state.
         tokens: T.
+        live: float32 [B], such as the discount: a sample whose entry is 0 reads as zeros, whatever it holds; anything
+            else (NaN included) lets it through. None: all are live.
         saved: receives what a backward needs; None keeps nothing.
         samples: samples of a block; 0 works in global memory, for sizes that do not fit into shared memory
             (default: `choose_samples`).
@@ -128,15 +145,19 @@ def forward(
     _expect(label, "x", x, state.shape, f"state is {_shape(state)}")
     for role, weight in (("w_q", w_q), ("w_k", w_k), ("w_val", w_val)):
         _expect(label, role, weight, (attn, features), f"w_o is {_shape(w_o)}", gaps=False)
+    if live is not None:
+        _expect(label, "live", live, (batch,), f"state is {_shape(state)}")
     if x.region().overlaps(state.region()):
         raise ProgramError(f"attention '{label}': x {_shape(x)} overlaps state {_shape(state)}; give it its own memory")
-    samples = _samples(label, program.target, batch, forward_floats(tokens, features, attn), samples)
+    sizes = (tokens, features, attn)
+    samples = _samples(label, program.target, batch, forward_floats(*sizes), samples, by_token=_by_token(*sizes))
     _expect_saved(label, saved, batch * tokens, tokens, attn)
     if saved is None and samples == 0:
         saved = Saved.declare(program, batch, tokens, attn, name=f"{label}#{len(program.launches)}")
     parts = [saved.q, saved.k, saved.v, saved.p, saved.o] if saved else [None] * 5
     fields = {
         "state": state,
+        "live": live or 0,
         "w_q": w_q,
         "w_k": w_k,
         "w_v": w_val,
@@ -147,7 +168,8 @@ def forward(
         "ld_x": x.ld,
         **_geometry(batch, tokens, features, attn, samples),
     }
-    return program.launch(FORWARD, fields, reads=[state, w_q, w_k, w_val, w_o], writes=[x, *parts], label=label)
+    reads = [state, live, w_q, w_k, w_val, w_o]
+    return program.launch(FORWARD, fields, reads=reads, writes=[x, *parts], label=label)
 
 
 def backward(
@@ -185,7 +207,8 @@ def backward(
     _expect_saved(label, saved, rows, tokens, attn)
     for role, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
         _expect(label, role, grad, (rows, attn), f"dx is {_shape(dx)} and w_o is {_shape(w_o)}", gaps=False)
-    samples = _samples(label, program.target, batch, backward_floats(tokens, features, attn), samples)
+    sizes = (tokens, features, attn)
+    samples = _samples(label, program.target, batch, backward_floats(*sizes), samples, by_token=_by_token(*sizes))
     scratch: dict[str, Tensor] = {}
     if samples == 0:
         unique = f"{label}#{len(program.launches)}"
@@ -314,14 +337,16 @@ def _geometry(batch: int, tokens: int, features: int, attn: int, samples: int) -
         "features": features,
         "attn": attn,
         "samples": max(1, samples),
-        "staged": int(samples > 0),
+        "path": _MEMORY if samples == 0 else _TOKENS if _by_token(tokens, features, attn) else _STAGED,
         "scale": 1.0 / math.sqrt(attn),
     }
 
 
-def _samples(label: str, target: Target, batch: int, floats: tuple[int, int], wanted: int | None) -> int:
+def _samples(
+    label: str, target: Target, batch: int, floats: tuple[int, int], wanted: int | None, *, by_token: bool
+) -> int:
     if wanted is None:
-        return choose_samples(target, batch, *floats)
+        return choose_samples(target, batch, *floats, most=batch if by_token else _MAX_SAMPLES)
     if wanted < 0 or (wanted and floats[0] + wanted * floats[1] > _SHARED):
         fitting = max(0, (_SHARED - floats[0]) // floats[1])
         raise ProgramError(f"attention '{label}': samples={wanted}, but a block of these sizes takes 0 to {fitting}")

@@ -32,6 +32,10 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 
 C51 = Family("c51", "c51.cu", "fx_c51", "C51", tiles=_tiles)
+#: For more atoms than `_ATOMS`.
+C51_WIDE = Family("c51_wide", "c51.cu", "fx_c51_wide", "C51", tiles=_tiles)
+# Two atoms per lane.
+_ATOMS = 64
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def losses(
         for kind in ("c51", "cql", "distill")
     }
     program.launch(
-        C51,
+        C51 if atoms <= _ATOMS else C51_WIDE,
         {
             "v": online.v,
             "adv": online.adv,
@@ -171,8 +175,8 @@ def losses(
             "atoms": atoms,
             "quantiles": quantiles,
             "v_min": v_min,
-            "v_max": v_max,
             "spacing": spacing,
+            "atoms_per_unit": (atoms - 1) / (float(np.float32(v_max)) - float(np.float32(v_min))),
         },
         reads=[
             *(online.v, *online.adv, online.q, online.lse, target.v, *target.adv, target.lse, theta),

@@ -63,7 +63,7 @@ def test_what_the_step_reads() -> None:
         assert 0.9 * len(source) < len(part) < len(source)
         assert (np.diff(part.rows) > 0).all()
         assert (part.weight == 1.0).all()
-        assert set(np.unique(part.discount)) == {np.float32(0.0), np.float32(0.95)}
+        assert set(np.unique(part.discount)) == {np.float32(0.0), np.float32(0.5)}
         assert np.abs(part.reward).max() <= 10.0
         for branch, count in enumerate(BRANCHES):
             assert set(np.unique(part.actions[:, branch])) == set(range(count))
@@ -223,7 +223,7 @@ def test_rewards_fit_the_atoms() -> None:
 
 def test_describe() -> None:
     text = make_transitions(make_dataset(demo_bars(), lookahead=3)).describe()
-    for words in ("demonstration policy", "3 bars ahead", "gamma 0.95", "basis points", "train: ", "validation: "):
+    for words in ("demonstration policy", "3 bars ahead", "gamma 0.5", "basis points", "train: ", "validation: "):
         assert words in text, text
 
 

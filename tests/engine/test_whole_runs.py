@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def resident(config: Config = EVERYTHING, seed: int = 5) -> dict[str, np.ndarray
     }
 
 
-def drawing(device: Device, *, config: Config = EVERYTHING, **options: object) -> Engine:
+def drawing(device: Device, *, config: Config = EVERYTHING, **options: Any) -> Engine:
     """An engine that gathers its batches and draws its quantile fractions itself."""
     return Engine(step_config(config), device=device, data=resident(config), **options)
 

@@ -41,7 +41,7 @@ class Case:
         seed: int = 0,
         poison: dict[int, float] | None = None,
     ) -> None:
-        bench = Bench(device, seed)
+        bench = Bench(device, seed=seed)
         program = bench.program
         self.tokens = tokens
         self.state = spread * bench.draw(batch, tokens * features)
@@ -197,6 +197,38 @@ def test_what_is_not_finite_stays_in_its_sample(device: Device, samples: int | N
         assert np.isnan(case.result[f"d{name}"]).any()
 
 
+@pytest.mark.parametrize("shape", [(6, 8, 16), (3, 4, 5)])
+@pytest.mark.parametrize("samples", [None, 0, 1])
+def test_dead_samples_read_as_zeros(device: Device, shape: tuple[int, int, int], samples: int | None) -> None:
+    """Bit for bit, in x and in all that is kept, whatever a dead sample holds; NaN is no 0."""
+    tokens, features, attn = shape
+    live = np.array([1.0, 0.0, -0.5, -0.0, np.nan, 0.0, 1e-38], np.float32)
+    results = []
+    for poison in (False, True):
+        bench = Bench(device, seed=1)
+        state = bench.draw(7, tokens * features)
+        state[live == 0] = [[np.nan], [np.inf], [3.0]] if poison else 0.0
+        weights = [bench.matrix(bench.draw(*s), pad=0) for s in [(attn, features)] * 3 + [(features, attn)]]
+        rows = 7 * tokens
+        parts = {n: bench.result(rows, tokens if n == "p" else attn, pad=0) for n in ("q", "k", "v", "p", "o")}
+        x = bench.result(7, tokens * features)
+        attention.forward(
+            bench.program,
+            bench.matrix(state),
+            *weights,
+            x,
+            tokens=tokens,
+            live=bench.vector(live) if poison else None,
+            saved=attention.Saved(**parts),
+            samples=samples,
+        )
+        with bench.run() as plan:
+            results.append({name: read(plan, t) for name, t in {"x": x, **parts}.items()})
+    for name, clean in results[0].items():
+        np.testing.assert_array_equal(results[1][name].view(np.uint32), clean.view(np.uint32), name)
+    assert (results[1]["x"].reshape(7, -1)[live == 0] == 0).all()
+
+
 def test_a_forward_alone_keeps_nothing(device: Device) -> None:
     program = Program(device.target)
     w, w_o = program.tensor("w", (16, 8)), program.tensor("w_o", (8, 16))
@@ -234,6 +266,8 @@ def test_shapes_are_checked(device: Device) -> None:
         attention.forward(program, state, w, w, w, w, x, tokens=6)
     with pytest.raises(ProgramError, match=r"w_k is 'w_o' \[8, 16\].*expected float32 \[16, 8\]"):
         attention.forward(program, state, w, w_o, w, w_o, x, tokens=6)
+    with pytest.raises(ProgramError, match=r"live is 'live' \[3\].*expected float32 \[4\]"):
+        attention.forward(program, state, w, w, w, w_o, x, tokens=6, live=program.tensor("live", (3,)))
     with pytest.raises(ProgramError, match="overlaps state"):
         attention.forward(program, state, w, w, w, w_o, state, tokens=6)
     with pytest.raises(ProgramError, match=r"samples=99, but a block of these sizes takes 0 to \d+"):

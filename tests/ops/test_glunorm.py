@@ -38,7 +38,7 @@ class Case:
         g: Array | None = None,
         skip: Array | None = None,
     ) -> None:
-        bench = Bench(device, seed)
+        bench = Bench(device, seed=seed)
         self.activation: Activation = activation
         drawn = 2 * bench.draw(rows, 2 * width), bench.draw(rows, width)
         self.g = drawn[0] if g is None else g
@@ -282,7 +282,7 @@ def test_sums_of_gain_and_bias_share_one_late_launch(device: Device) -> None:
     seed=st.integers(0, 100),
 )
 def test_columnsum(device: Device, rows: int, cols: int, pad: int, accumulate: bool, seed: int) -> None:
-    bench = Bench(device, seed)
+    bench = Bench(device, seed=seed)
     x, before = bench.draw(rows, cols), bench.draw(cols)
     out = bench.vector(before if accumulate else np.full(cols, np.nan, np.float32), lead=1)
     glunorm.columnsum(bench.program, bench.matrix(x, pad=pad), out, accumulate=accumulate)

@@ -382,7 +382,7 @@ def test_batched_equals_single(device: Device, precision: str, tile: str) -> Non
     batch = Bench(device, precision)
     together = _mixed(batch, None, tile)
     with Plan(batch.program, device) as plan, device.stream() as stream:
-        assert len([node for node in plan.nodes if node.family]) == 3
+        assert len([node for node in plan.nodes if node.parts]) == 3
         runs = []
         for _ in range(2):
             plan.run(stream=stream)

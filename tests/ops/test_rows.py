@@ -25,7 +25,7 @@ from tests.support import assert_close
 )
 def test_against_float64(device: Device, rows: int, cols: int, lead: int, pad: int, in_place: bool, seed: int) -> None:
     rows = min(rows, 40_000 // cols)
-    bench = Bench(device, seed)
+    bench = Bench(device, seed=seed)
     values = bench.draw(rows, cols)
     mask = np.where(bench.random.random(rows) < 0.4, 0.0, 0.99).astype(np.float32)
     x = bench.matrix(values, lead=lead, pad=pad)

@@ -129,7 +129,7 @@ def gradients(
         intrinsic = curiosity(net, p, batch)
         s.losses["curiosity"] = (live * intrinsic).sum() / s.live_count
         shaped = live * intrinsic.detach().clamp_max(signals["curiosity_cap"])
-        s.reward = torch.add(batch["reward"], shaped, alpha=signals["w_curiosity"])
+        s.reward = net.add_scaled(batch["reward"], shaped, signals["w_curiosity"])
 
     logits = net.logits(p, s.leaves["q"], wire_leaf, batch.get("ofi"))
     q = net.q_of(logits)
@@ -187,7 +187,7 @@ def _into_h2(net: Net, into: Mapping[str, Tensor], readiness: Tensor | None) -> 
     total = into["q"]
     for name in ("ens", "rec", "pred"):
         if name in into and net.signals[f"w_{name}"] != 0.0:
-            total = torch.add(total, into[name], alpha=net.signals[f"w_{name}"])
+            total = net.add_scaled(total, into[name], net.signals[f"w_{name}"])
     if "iqn" in into and readiness is not None:
         total = total + scaled(net.signals["w_iqn"] * readiness, into["iqn"])
     return total

@@ -55,6 +55,8 @@ class TorchStep:
         dtype: of all floating-point values.
         complete: return everything that the golden files hold.
         layout: "rows" (one padded buffer), "tree" or "group" (`Blocks`); default by variant.
+        fusing: write for a compiler (`Net`); default by variant.
+        mode: of torch.compile.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TorchStep:
         *,
         complete: bool = False,
         layout: str | None = None,
+        fusing: bool | None = None,
         mode: str = COMPILE_MODE,
     ) -> None:
         self.config, self.device, self.dtype, self.variant, self.mode = config, device, dtype, variant, mode
@@ -76,7 +79,8 @@ class TorchStep:
             Rows(config, start, device, dtype) if chosen == "rows" else Blocks(config, start, device, dtype, chosen)
         )
         signals = start["signals"]
-        self.net = Net(config, signals, self.state.t, dense=variant == "compiled", complete=complete)
+        fusing = variant == "compiled" if fusing is None else fusing
+        self.net = Net(config, signals, self.state.t, fusing=fusing, complete=complete)
         self.clips = torch.tensor([signals[f"clip.{g}"] for g in groups_of(config)], dtype=dtype, device=device)
 
     def storage(self) -> list[Tensor]:
@@ -107,7 +111,8 @@ class TorchStep:
 
     def compiled(self, example: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Outputs]:
         """`step` as one compiled graph; ĝ comes out of it as well."""
-        names, keys = list(example), []
+        names = list(example)
+        keys: list[str] = []
         count = len(self.storage())
 
         def flat(*tensors: Tensor) -> list[Tensor]:
@@ -180,8 +185,10 @@ class Captured:
 class TorchChecker:
     """Runs golden batches."""
 
-    def __init__(self, config: Config, start: State, variant: str, device: str, dtype: torch.dtype) -> None:
-        self.owner = TorchStep(config, start, variant, device, dtype, complete=True)
+    def __init__(
+        self, config: Config, start: State, variant: str, device: str, dtype: torch.dtype, **options: Any
+    ) -> None:
+        self.owner = TorchStep(config, start, variant, device, dtype, complete=True, **options)
         self.captured: Captured | None = None
         self.static: dict[str, Tensor] = {}
         self.call: Callable[[Mapping[str, Tensor]], Outputs] | None = None
@@ -317,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     device, dtype = options.device, getattr(torch, options.dtype)
 
     def make(config: Config, start: State) -> TorchChecker:
-        return TorchChecker(config, start, options.variant, device, dtype)
+        return TorchChecker(config, start, options.variant, device, dtype, mode=options.mode)
 
     def train(config: Config, start: State, data: Mapping[str, NDArray[Any]]) -> TorchTrainer:
         return TorchTrainer(config, start, data, options.variant, device, options.mode)

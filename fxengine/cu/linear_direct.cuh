@@ -1,0 +1,177 @@
+// A tile type of the linear kernels (see linear.cuh) on the tensor cores, for small products, where a block waits for
+// memory more than it computes: each warp makes the whole tile, from its share of k (16 neighbouring values of every
+// 128), of fragments that it loads from global memory itself, so that nothing waits for a barrier. The warps' sums are
+// added in order at the end.
+#pragma once
+#include "linear_fragments.cuh"
+
+// R rows of one operand, as one lane of a warp reads them: four neighbouring k of rows 16 i + h + `row`.
+template <int WORD, int R, bool INNER>
+struct LinearDirect {
+    static constexpr int ROWS = R / 8;  // of this lane
+    static constexpr int STEPS = 2 / WORD;
+    const float* p;  // element (row, k)
+    int ld;
+    int left;  // rows from `row` on that exist
+    bool vectors;  // four numbers (INNER), or all pairs of rows, can be read at once
+    float scale;
+
+    __device__ __forceinline__ LinearDirect() {}
+    __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld), scale(v.scale) {
+        left = v.rows - row;
+        if constexpr (INNER) {
+            vectors = fx_quads(v.p, ld);
+        } else {
+            vectors = ((reinterpret_cast<u64>(v.p) | static_cast<u64>(ld) * 4) & 7) == 0 && v.rows >= R;
+        }
+        p = v.p + (INNER ? static_cast<long long>(row) * ld + k : static_cast<long long>(k) * ld + row);
+    }
+
+    static __device__ __forceinline__ constexpr int offset(int i) { return i / 2 * 16 + i % 2; }
+
+    // Reads k_left of the four k, then goes 128 further.
+    __device__ __forceinline__ void fetch(float (&held)[ROWS][4], int k_left) {
+        if constexpr (INNER) {
+            FX_UNROLL
+            for (int i = 0; i < ROWS; ++i) {
+                fx_load(held[i], p + static_cast<long long>(offset(i)) * ld, offset(i) < left ? k_left : 0, vectors);
+            }
+            p += 128;
+        } else {
+            const bool whole = vectors && k_left >= 4;
+            const float* from = p;
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                FX_UNROLL
+                for (int i = 0; i < ROWS; i += 2) {
+                    if (whole) {
+                        const float2 q = *reinterpret_cast<const float2*>(from + offset(i));
+                        held[i][e] = q.x;
+                        held[i + 1][e] = q.y;
+                    } else {
+                        held[i][e] = e < k_left && offset(i) < left ? from[offset(i)] : 0.0f;
+                        held[i + 1][e] = e < k_left && offset(i + 1) < left ? from[offset(i + 1)] : 0.0f;
+                    }
+                }
+                from += ld;
+            }
+            p += static_cast<long long>(128) * ld;
+        }
+    }
+
+    // The words of one row, in order of k, from what was fetched.
+    static __device__ __forceinline__ void words(unsigned (&w)[4 / WORD], const float (&held)[4], float scale) {
+        float v[4];
+        FX_UNROLL
+        for (int e = 0; e < 4; ++e) v[e] = scale * held[e];
+        FX_UNROLL
+        for (int e = 0; e < 4 / WORD; ++e) w[e] = fx_linear_word<WORD>(v + e * WORD);
+    }
+};
+
+template <int WORD, int BM_, int BN_>
+struct DirectTile {
+    static constexpr int BM = BM_;
+    static constexpr int BN = BN_;
+    static constexpr int BK = 128;
+    static constexpr int THREADS = 256;
+    static constexpr bool PAIRS = true;
+    static constexpr int GROUPS = 8;  // one warp each
+    static constexpr int AHEAD = BM * BN <= 512 ? 2 : 1;  // steps of a warp that are fetched before they are used
+    static constexpr int SHARED = GROUPS * BM * BN;
+    static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
+
+    struct Sums {
+        float acc[BM / 16][BN / 8][4];
+        float row[BM / 8];
+    };
+
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*) {
+        typedef LinearDirect<WORD, BM, A_INNER> A;
+        typedef LinearDirect<WORD, BN, B_INNER> B;
+        const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+        const int row = fx_linear_lane_row<PAIRS>(lane), k = 4 * (lane & 3);
+        A a;
+        B b;
+        int depth = 0;  // what is left of the source from this warp's next step on; the same for all its lanes
+        int begun = 0;  // sources
+        int steps = 0;  // of 16 values of k, of the sources that have begun: the next one's first goes to the next warp
+        // Makes a and b ready to read this warp's next step; false if there is none.
+        const auto advance = [&] {
+            depth -= BK;
+            while (depth <= 0 && begun < count) {
+                const LinearSource s = source(begun++);
+                const int first = 16 * ((warp - steps) & 7);
+                steps += (s.depth + 15) / 16;
+                depth = s.live ? s.depth - first : 0;
+                a = A(s.a, row, first + k);
+                b = B(s.b, row, first + k);
+            }
+            return depth > 0;
+        };
+        float held_a[AHEAD][A::ROWS][4], held_b[AHEAD][B::ROWS][4], scale[AHEAD];
+        bool more[AHEAD];
+        FX_UNROLL
+        for (int i = 0; i < AHEAD; ++i) {
+            more[i] = advance();
+            if (more[i]) {
+                a.fetch(held_a[i], depth - k);
+                b.fetch(held_b[i], depth - k);
+                scale[i] = a.scale;
+            }
+        }
+#pragma unroll 1
+        while (true) {
+            FX_UNROLL
+            for (int n = 0; n < AHEAD; ++n) {
+                if (!more[n]) return;
+                if constexpr (SUM) {
+                    FX_UNROLL
+                    for (int i = 0; i < A::ROWS * 4; ++i) sums.row[i % A::ROWS] += held_a[n][i % A::ROWS][i / A::ROWS];
+                }
+                unsigned fb[BN / 8][B::STEPS][2];
+                FX_UNROLL
+                for (int j = 0; j < B::ROWS; ++j) {
+                    unsigned w[4 / WORD];
+                    B::words(w, held_b[n][j], 1.0f);
+                    FX_UNROLL
+                    for (int e = 0; e < 4 / WORD; ++e) fb[j][e / 2][e % 2] = w[e];
+                }
+                FX_UNROLL
+                for (int i = 0; i < BM / 16; ++i) {  // one fragment of A at a time, for the sake of registers
+                    unsigned fa[1][A::STEPS][4];
+                    FX_UNROLL
+                    for (int h = 0; h < 2; ++h) {
+                        unsigned w[4 / WORD];
+                        A::words(w, held_a[n][2 * i + h], scale[n]);
+                        FX_UNROLL
+                        for (int e = 0; e < 4 / WORD; ++e) fa[0][e / 2][h + e % 2 * 2] = w[e];
+                    }
+                    fx_mma<WORD, A::STEPS, 1>(reinterpret_cast<float(&)[1][BN / 8][4]>(sums.acc[i]), fa, fb);
+                }
+                more[n] = advance();
+                if (more[n]) {
+                    a.fetch(held_a[n], depth - k);
+                    b.fetch(held_b[n], depth - k);
+                    scale[n] = a.scale;
+                }
+            }
+        }
+    }
+
+    template <class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Use use) {
+        fx_linear_fragments<DirectTile>(sums.acc, static_cast<int>(threadIdx.x) >> 5, 0, 0, shared, use);
+    }
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+        float* part = shared + (thread >> 5 << 2 | (lane & 3)) * BM + fx_linear_lane_row<PAIRS>(lane);
+        __syncthreads();
+        FX_UNROLL
+        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<WORD, BM, false>::offset(i)] = sums.row[i];
+        return fx_linear_parts_sum<DirectTile>(shared, 32);
+    }
+};
