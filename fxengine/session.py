@@ -209,9 +209,9 @@ class TrainingSession:
             self._read(watch)
 
     def _health_is_due(self) -> bool:
-        """Whether the next step reports its health: every so many steps, and the last one."""
+        """Whether the next step reports its health: every so many steps, and the first and the last one."""
         number = self._submitted + 1
-        return self.model.is_full and (number % self._health_every == 0 or number == self.steps)
+        return self.model.is_full and (number % self._health_every == 0 or number in (1, self.steps))
 
     def _read_is_due(self) -> bool:
         steps, seconds = self._read_at

@@ -42,8 +42,9 @@ class TrainSettings:
         lr: highest learning rate; it rises to it over the first 5 % of the steps, then falls along a cosine.
         lr_end: share of the highest learning rate that is left at the last step.
         validate_every: steps between validations; 0: ten over the run.
-        health_every: steps between health reports of the full model; 0: ten over the run.
-        gamma: discount per bar of the full model's transitions; the nearer to 1, the later IQN gets ready.
+        health_every: steps between health reports of the full model, besides the first and the last step; 0: ten over
+            the run.
+        gamma: discount per bar of the full model's transitions; the nearer to 1, the less ready IQN gets.
         signals: first values of further host-owned signals by name (clip, w_nb, weight_decay, ...).
     """
 

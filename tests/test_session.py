@@ -308,12 +308,12 @@ def test_the_share_of_iqn_rises_with_its_readiness(full: tuple[TrainingSession, 
     readiness = _curves(session)["iqn_readiness"]
     assert (readiness[:WARMUP] == 0.0).all() and readiness[-1] > 0.02
     steps = [h.step for h in session.health]
-    assert steps == list(range(10, 201, 10))
+    assert steps == [1, *range(10, 201, 10)]
     shares = [h.shares["iqn"] for h in session.health]
     for health, share in zip(session.health, shares, strict=True):
         # A step reads the readiness that the step before it has left.
-        assert (share > 0.0) == (readiness[health.step - 2] > 0.0), health.step
-    assert np.mean(shares[-5:]) > np.mean(shares[2:7]) > shares[0] == 0.0
+        assert (share > 0.0) == (health.step > 1 and readiness[health.step - 2] > 0.0), health.step
+    assert np.mean(shares[-5:]) > np.mean(shares[3:8]) > shares[0] == 0.0
     assert result.full is not None
     assert (result.full.iqn_share_first, result.full.iqn_share_last) == (shares[0], shares[-1])
     assert result.full.iqn_readiness == readiness[-1]
@@ -369,7 +369,7 @@ def test_health_and_validation_of_the_full_model_change_nothing(dataset: Dataset
         settings = {"steps": 7, "batch": 4, "health_every": every, "validate_every": every, **FULL}
         with TrainingSession(dataset, TrainSettings(**settings), device=device) as session:  # type: ignore[arg-type]
             session.run()
-            assert [h.step for h in session.health] == ([2, 4, 6, 7] if every == 2 else [7])
+            assert [h.step for h in session.health] == ([1, 2, 4, 6, 7] if every == 2 else [1, 7])
             hashes.append(session.engine.state_hash())
     assert hashes[0] == hashes[1]
 

@@ -128,12 +128,10 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row
     const bool known = action >= 0 && action < n;
     const int taken = known ? action : 0;
     if (!known) reward = c51_nan();
-    float theta = 0.0f;
-    if (record.theta != nullptr) {
-        const long long ld = record.ld_theta;
-        const float* quantile = record.theta + row * record.quantiles * ld + offset + taken;
-        for (int i = lane; i < record.quantiles; i += 32) theta += quantile[i * ld];
-    }
+    // The first 32 quantiles; the rest, if any, is read where the sum is needed.
+    const int quantiles = record.theta != nullptr ? record.quantiles : 0;
+    const float* quantile = record.theta + row * quantiles * record.ld_theta + offset + taken;
+    float theta = lane < quantiles ? quantile[lane * record.ld_theta] : 0.0f;
 
     // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
     // of v_min nearly cancel.
@@ -179,8 +177,9 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row
     losses.cql = q_lse - q_taken;
 
     float gap = 0.0f;
-    if (record.theta != nullptr) {
-        gap = q_taken - fx_divide(fx_warp_sum(theta), static_cast<float>(record.quantiles));
+    if (quantiles > 0) {
+        for (int i = lane + 32; i < quantiles; i += 32) theta += quantile[i * record.ld_theta];
+        gap = q_taken - fx_divide(fx_warp_sum(theta), static_cast<float>(quantiles));
         losses.distill = 0.5f * gap * gap;
     }
     float* dadv = record.dadv[d];

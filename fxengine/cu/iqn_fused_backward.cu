@@ -281,7 +281,7 @@ __device__ __forceinline__ void iqn_fetch(float (&held)[F][2][4], const IqnBackw
 template <class B, int WORD, int ROWS>
 __device__ __forceinline__ void iqn_begin_tile(const B& block, const IqnBackward& r, int row0,
                                                const float (&held)[ROWS / 16][2][4], float (&bias)[4]) {
-    constexpr int F = ROWS / 16;
+    constexpr int F = 2;
     const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, g = lane >> 2, t = lane & 3;
     FX_UNROLL
     for (int i = 0; i < ROWS / 16; ++i) {
@@ -294,49 +294,55 @@ __device__ __forceinline__ void iqn_begin_tile(const B& block, const IqnBackward
     }
     const bool quads = fx_quads(r.dtheta, r.ld_dtheta);
     const int column = thread / 32 * 16;
-    float sums[F][2][4] = {};
+    FX_UNROLL
+    for (int part = 0; part < ROWS; part += 16 * F) {
+        const int first = row0 + part + g;
+        float sums[F][2][4] = {};
 #pragma unroll 1
-    for (int k = 4 * t; k - 4 * t < r.outputs; k += 16) {
-        float v[F][2][4], w[2][4];
-        FX_UNROLL
-        for (int f = 0; f < 2; ++f) {
-            const int at = column + 4 * (g >> 1) + 2 * f + (g & 1);
+        for (int k = 4 * t; k - 4 * t < r.outputs; k += 16) {
+            float v[F][2][4], w[2][4];
             FX_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                w[f][e] = at < r.width && k + e < r.outputs ? r.w_iq2[static_cast<long long>(k + e) * r.ld_iq2 + at] : 0.0f;
+            for (int f = 0; f < 2; ++f) {
+                const int at = column + 4 * (g >> 1) + 2 * f + (g & 1);
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) {
+                    const bool there = at < r.width && k + e < r.outputs;
+                    w[f][e] = there ? r.w_iq2[static_cast<long long>(k + e) * r.ld_iq2 + at] : 0.0f;
+                }
+            }
+            FX_UNROLL
+            for (int i = 0; i < F; ++i) {
+                FX_UNROLL
+                for (int h = 0; h < 2; ++h) {
+                    const int row = first + 16 * i + 8 * h;
+                    fx_load(v[i][h], r.dtheta + static_cast<long long>(row) * r.ld_dtheta + k,
+                            row < r.rows ? r.outputs - k : 0, quads);
+                }
+            }
+            FX_UNROLL
+            for (int q = 0; q < iqn_steps<WORD>; ++q) {
+                uint4 unit;
+                iqn_words<WORD>(unit.x, unit.y, w[0], q);
+                iqn_words<WORD>(unit.z, unit.w, w[1], q);
+                unsigned a[F][1][4];
+                iqn_operand<WORD, F>(a, v, q);
+                iqn_multiply<WORD, F>(sums, a, unit);
             }
         }
         FX_UNROLL
         for (int i = 0; i < F; ++i) {
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
-                const int row = row0 + 16 * i + 8 * h + g;
-                fx_load(v[i][h], r.dtheta + static_cast<long long>(row) * r.ld_dtheta + k,
-                        row < r.rows ? r.outputs - k : 0, quads);
+                float v[4];
+                iqn_columns<F>(v, sums, i, h);
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) {
+                    v[e] *= fx_activate_slope(FX_RELU, held[part / 16 + i][h][e]);
+                    bias[e] += v[e];
+                }
+                const int row = part + 16 * i + 8 * h + g;
+                iqn_store_quad<WORD>(block.dhidden.words + row * block.dhidden.LD, column + 4 * t, v);
             }
-        }
-        FX_UNROLL
-        for (int q = 0; q < iqn_steps<WORD>; ++q) {
-            uint4 unit;
-            iqn_words<WORD>(unit.x, unit.y, w[0], q);
-            iqn_words<WORD>(unit.z, unit.w, w[1], q);
-            unsigned a[F][1][4];
-            iqn_operand<WORD, F>(a, v, q);
-            iqn_multiply<WORD, F>(sums, a, unit);
-        }
-    }
-    FX_UNROLL
-    for (int i = 0; i < F; ++i) {
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            float v[4];
-            iqn_columns<F>(v, sums, i, h);
-            FX_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                v[e] *= fx_activate_slope(FX_RELU, held[i][h][e]);
-                bias[e] += v[e];
-            }
-            iqn_store_quad<WORD>(block.dhidden.words + (16 * i + 8 * h + g) * block.dhidden.LD, column + 4 * t, v);
         }
     }
 }

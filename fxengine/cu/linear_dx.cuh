@@ -2,9 +2,9 @@
 //
 // All row-major float32. Sources are the layers that read the same x, up to 16, added in order: the gradient of a trunk
 // with many heads is one record. slope is the derivative of the activation that made x, taken from x itself, so dx
-// holds the gradient with respect to x before that activation. w points at the columns that belong to x: with a two-part
-// input each part has its own record, or none. A source whose scale is 0 is left out: it adds an exact 0 whatever its
-// gradient holds, NaN and infinities included.
+// holds the gradient with respect to x before that activation. w points at the columns that belong to x: with a
+// two-part input each part has its own record, or none. A source whose scale is 0 is left out: it adds an exact 0
+// whatever its gradient holds, NaN and infinities included.
 #pragma once
 #include "linear.cuh"
 

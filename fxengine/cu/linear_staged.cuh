@@ -1,6 +1,6 @@
 // A tile type of the linear kernels (see linear.cuh) on the tensor cores, for products with much work per block:
-// operands go through shared memory, fetched AHEAD stages ahead into registers and rounded when they are stored, and a warp owns
-// WM x WN outputs. Where GROUPS of warps share outputs they are added in order at the end.
+// operands go through shared memory, fetched AHEAD stages ahead into registers and rounded when they are stored, and a
+// warp owns WM x WN outputs. Where GROUPS of warps share outputs they are added in order at the end.
 #pragma once
 #include "linear_fragments.cuh"
 
@@ -188,7 +188,7 @@ struct StagedTile {
         const Place at;
         const int lane = static_cast<int>(threadIdx.x) & 31;
         const int row = fx_linear_lane_row<PAIRS>(lane);
-        // Where the lane's chunk lies in 16 rows of an even and of an odd panel; 16 rows further it is the other way round.
+        // Where the lane's chunk lies in 16 rows of an even and of an odd panel; 16 rows further odd and even change.
         const int even_a = fx_linear_chunk<BM>(0, at.row + row, lane & 3);
         const int even_b = fx_linear_chunk<BN>(0, at.column + row, lane & 3);
         const int odd_a = even_a ^ 16, odd_b = even_b ^ 16;

@@ -186,7 +186,7 @@ __device__ __forceinline__ void adam_report(const Adam* table, int count, bool b
     *table->group_mask = mask;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) fx_adam(const Adam* table, int count) {
+extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int count) {
     constexpr int QUADS = 2;  // of a thread
     __shared__ float scalars[ADAM_SCALARS];
     __shared__ float scale;

@@ -2,10 +2,15 @@
 
     if iqn_fused.fits(program.target, program.precision, sizes):
         iqn_fused.forward(program, tau, h2, weights, theta, hidden=hidden)
+    if iqn_fused.fits_backward(program.target, program.precision, sizes, quantiles):
+        linear.backward_dw(program, dtheta, hidden, dw_iq2, db_iq2)
+        iqn_fused.backward(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn, readiness=readiness,
+                           gradients=iqn_fused.WeightGradients(dw_phi, db_phi, dw_iq1, db_iq1), name="iqn")
 
 What the separate layers of `iqn` and `linear` pass through memory stays in registers and shared memory here. Operands
 of every product are rounded to tf32 or bf16, sums are float32 in fixed order, as there; the cosines are good to 1e-6.
-Whether a device and a shape are served is a pure function: `fits`. What is not served goes through the separate layers.
+Whether a device and a shape are served is a pure function: `fits`, `fits_backward`. What is not served goes through the
+separate layers.
 
 Source: Dabney, Ostrovski, Silver, Munos 2018, "Implicit quantile networks for distributional RL". Sums that become the
 operand of the next product without leaving the registers: Dao 2023, "FlashAttention-2".
@@ -34,6 +39,9 @@ MAX_WIDTH = 128
 
 # Shared memory that the kernels declare themselves.
 _STATIC = 256
+
+# Columns of h2 that a block of the backward owns: rows of its tiles.
+_TILE_ROWS = {128: 64, 64: 32}
 
 _OLDEST_ARCH = 80  # mma.sync of tf32 and bf16
 
@@ -72,6 +80,16 @@ class Weights:
         return Sizes(self.w_phi.shape[1], self.w_phi.shape[0], self.w_iq1.shape[0], self.w_iq2.shape[0])
 
 
+@dataclass(frozen=True)
+class WeightGradients:
+    """Float32 gradients of the parameters of the same names, in their shapes."""
+
+    w_phi: Tensor
+    b_phi: Tensor
+    w_iq1: Tensor
+    b_iq1: Tensor
+
+
 def forward_shared(precision: str, sizes: Sizes) -> int:
     """Bytes of dynamic shared memory that a block of `forward` needs: all weights, rounded, and the biases."""
     chunks, last = -(-sizes.features // 16), -(-sizes.outputs // 16)
@@ -88,6 +106,29 @@ def fits(target: Target, precision: str, sizes: Sizes) -> bool:
         and sizes.width <= MAX_WIDTH
         and forward_shared(precision, sizes) + _STATIC <= target.shared_memory_optin
     )
+
+
+def backward_shared(precision: str, columns: int) -> int:
+    """Bytes of dynamic shared memory of a block of `backward` that owns so many columns of h2."""
+    rows = _TILE_ROWS[columns]
+    weights = (MAX_COSINES + MAX_WIDTH) * columns
+    tiles = rows * ((MAX_WIDTH + 8) + (MAX_COSINES + 8) + 2 * (columns + 8))
+    return (weights + tiles) * (2 if precision == "bf16" else 4) + 4 * (rows // 8 + 1) * columns
+
+
+def backward_columns(target: Target, precision: str, sizes: Sizes, quantiles: int) -> int:
+    """Columns of h2 that a block of `backward` owns on this device; 0 where `backward` does not serve it."""
+    if _tensor_cores(target, precision) and sizes.cosines <= MAX_COSINES and sizes.width <= MAX_WIDTH:
+        for columns, rows in _TILE_ROWS.items():
+            enough = backward_shared(precision, columns) + _STATIC <= target.shared_memory_optin
+            if enough and quantiles % 8 == 0 and rows % quantiles == 0:
+                return columns
+    return 0
+
+
+def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
+    """Whether `backward` serves this device, precision and shape."""
+    return backward_columns(target, precision, sizes, quantiles) > 0
 
 
 def forward(
@@ -144,6 +185,129 @@ def forward(
     )
 
 
+def backward(
+    program: Program,
+    dtheta: Tensor,
+    tau: Tensor,
+    h2: Tensor,
+    weights: Weights,
+    hidden: Tensor,
+    *,
+    dh2: Tensor | None = None,
+    weight: Tensor | None = None,
+    readiness: Tensor | None = None,
+    accumulate: bool = False,
+    gradients: WeightGradients | None = None,
+    accumulate_gradients: bool = False,
+    name: str,
+) -> None:
+    """Append the gradients of `forward`, but for those of w_iq2 and b_iq2 (`linear.backward_dw` of dtheta and hidden).
+
+    Args:
+        program: program to append to; its precision is tf32 or bf16.
+        dtheta: float32 [B*N, A], gradient of theta.
+        tau: float32 [B, N], as given to `forward`, like h2 and weights.
+        h2: float32 [B, H2].
+        weights: the parameters.
+        hidden: float32 [B*N, I], from `forward`.
+        dh2: float32 [B, H2] = (or += with `accumulate`) weight * readiness * the gradient; None: not wanted.
+        weight: float32 [1], usually the signal w_iqn; needed by dh2.
+        readiness: float32 [1], usually the state iqn_readiness; needed by dh2. Where weight * readiness is 0, dh2
+            becomes an exact 0, or with `accumulate` keeps its bits.
+        accumulate: add to dh2 instead of overwriting it.
+        gradients: where the gradients of the parameters go, at full scale; None: not wanted.
+        accumulate_gradients: add to them instead of overwriting them.
+        name: label, and beginning of the tensor declared here, `<name>.partial`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, or `fits_backward` says no.
+    """
+    sizes = weights.sizes
+    rows, quantiles = _check(program, tau, h2, weights, name)
+    for role, tensor, shape in (
+        ("dtheta", dtheta, (rows, sizes.outputs)),
+        ("hidden", hidden, (rows, sizes.width)),
+        ("dh2", dh2, h2.shape),
+        ("weight", weight, (1,)),
+        ("readiness", readiness, (1,)),
+    ):
+        _require(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
+    if dh2 is not None and (weight is None or readiness is None):
+        raise ValueError(f"'{name}': dh2 needs weight and readiness")
+    columns = backward_columns(program.target, program.precision, sizes, quantiles)
+    if not columns:
+        raise ValueError(
+            f"'{name}': {sizes} with {quantiles} quantiles in {program.precision} on {program.target} is not for the "
+            "fused backward (see fits_backward); use the separate layers"
+        )
+    parts = -(-sizes.features // columns)
+    slices = max(1, min(-(-rows // _TILE_ROWS[columns]), program.target.sm_count // parts))
+    total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
+    partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
+    program.launch(
+        _backward_family(program.precision, columns),
+        {
+            "dtheta": dtheta,
+            "tau": tau,
+            "h2": h2,
+            "hidden": hidden,
+            "w_phi": weights.w_phi,
+            "b_phi": weights.b_phi,
+            "w_iq1": weights.w_iq1,
+            "w_iq2": weights.w_iq2,
+            "weight": weight or 0,
+            "readiness": readiness or 0,
+            "dh2": dh2 or 0,
+            "partial": partial or 0,
+            "ld_dtheta": dtheta.ld,
+            "ld_h2": h2.ld,
+            "ld_hidden": hidden.ld,
+            "ld_phi": weights.w_phi.ld,
+            "ld_iq1": weights.w_iq1.ld,
+            "ld_iq2": weights.w_iq2.ld,
+            "ld_dh2": dh2.ld if dh2 else 0,
+            "rows": rows,
+            "quantiles": quantiles,
+            **_extents(sizes),
+            "slices": slices,
+            "accumulate": int(accumulate),
+        },
+        reads=[dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None],
+        writes=[dh2, partial],
+        label=name,
+    )
+    if gradients is None or partial is None:
+        return
+    wanted = [gradients.w_iq1, gradients.w_phi, gradients.b_phi, gradients.b_iq1]
+    for role, gradient, parameter in zip(
+        ("dw_iq1", "dw_phi", "db_phi", "db_iq1"),
+        wanted,
+        (weights.w_iq1, weights.w_phi, weights.b_phi, weights.b_iq1),
+        strict=True,
+    ):
+        _require(gradient, parameter.shape, role, f"the parameter is {parameter.shape}", name)
+    program.launch(
+        GRADIENTS,
+        {
+            "partial": partial,
+            "dw_iq1": gradients.w_iq1,
+            "dw_phi": gradients.w_phi,
+            "db_phi": gradients.b_phi,
+            "db_iq1": gradients.b_iq1,
+            "ld_iq1": gradients.w_iq1.ld,
+            "ld_phi": gradients.w_phi.ld,
+            "cosines": sizes.cosines,
+            "features": sizes.features,
+            "width": sizes.width,
+            "slices": slices,
+            "accumulate": int(accumulate_gradients),
+        },
+        reads=[partial, *(wanted if accumulate_gradients else [])],
+        writes=wanted,
+        label=f"{name}.dw",
+    )
+
+
 def _tensor_cores(target: Target, precision: str) -> bool:
     if precision not in ("tf32", "bf16"):
         return False
@@ -153,6 +317,29 @@ def _tensor_cores(target: Target, precision: str) -> bool:
 
 def _blocks(fields: Mapping[str, Any]) -> int:
     return int(fields["blocks"])
+
+
+def _gradient_tiles(fields: Mapping[str, Any]) -> int:
+    features, width = int(fields["features"]), int(fields["width"])
+    return -(-(features * (width + int(fields["cosines"]) + 1) + width) // 256)
+
+
+#: Sums of the partial weight gradients; like all weight gradients nothing but the optimizer waits for them.
+GRADIENTS = Family(
+    "iqn_gradients", "iqn_fused_backward.cu", "fx_iqn_gradients", "IqnGradients", tiles=_gradient_tiles, late=True
+)
+
+
+@lru_cache(maxsize=None)
+def _backward_family(precision: str, columns: int) -> Family:
+    return Family(
+        f"iqn_backward_{precision}_{columns}",
+        source="iqn_fused_backward.cu",
+        kernel=f"fx_iqn_backward_{precision}_{columns}",
+        struct="IqnBackward",
+        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // columns),
+        shared=backward_shared(precision, columns),
+    )
 
 
 # Late: the networks of a step, whose states are ready at different times, then share a launch, and the device.
@@ -197,6 +384,44 @@ def reference_forward(
     mixed = iqn.reference_mix(phi, h2)
     hidden = product(mixed, "w_iq1", "b_iq1", "relu")
     return Reference(cosines, phi, mixed, hidden, product(hidden, "w_iq2", "b_iq2", "none"))
+
+
+@dataclass(frozen=True)
+class ReferenceGradients:
+    """Float64 gradients of the parameters and of h2, by the names of what they belong to."""
+
+    w_phi: NDArray[np.float64]
+    b_phi: NDArray[np.float64]
+    w_iq1: NDArray[np.float64]
+    b_iq1: NDArray[np.float64]
+    h2: NDArray[np.float64]
+
+
+def reference_backward(
+    dtheta: ArrayLike,
+    tau: ArrayLike,
+    h2: ArrayLike,
+    weights: Mapping[str, ArrayLike],
+    *,
+    scale: float = 1.0,
+    precision: str = "fp32",
+) -> ReferenceGradients:
+    """Gradients in float64, operands of products as `precision` reads them; h2's is an exact 0 where the scale is 0."""
+
+    def rounded(x: ArrayLike) -> NDArray[np.float64]:
+        return linear.reference_rounded(x, precision)
+
+    found = reference_forward(tau, h2, weights, precision=precision)
+    dhidden = linear.reference_dx(rounded(dtheta), rounded(weights["w_iq2"]), x=found.hidden, activation="relu")
+    dmixed = linear.reference_dx(rounded(dhidden), rounded(weights["w_iq1"]))
+    dphi, dh2 = iqn.reference_mix_backward(dmixed, found.phi, h2, scale)
+    return ReferenceGradients(
+        w_phi=linear.reference_dw(rounded(dphi), rounded(found.cosines))[0],
+        b_phi=dphi.sum(axis=0),
+        w_iq1=linear.reference_dw(rounded(dhidden), rounded(found.mixed))[0],
+        b_iq1=dhidden.sum(axis=0),
+        h2=dh2,
+    )
 
 
 # -- checks -------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ TILES: dict[str, dict[str, Tile]] = {
     },
     "tf32": {
         "128x128": Tile(128, 128, 16, rate=300, latency=3500),
-        "128x64": Tile(128, 64, 16, rate=280, latency=3000),
+        "128x64": Tile(128, 64, 32, rate=280, latency=3000),
         "64x64": Tile(64, 64, 32, rate=200, latency=2300),
         "32x32": Tile(32, 32, 128, rate=110, latency=1600),
         "16x32": Tile(16, 32, 128, rate=70, latency=1400),

@@ -73,7 +73,7 @@ def test_the_full_model(cli: Callable[..., Run], device: Device, bars: Path, tmp
 
     health = [line for line in run.err.splitlines() if line.startswith("health")]
     for word in ("gate ", "readiness", "grad_split_bwd", "grad_split_aux", "grad_trunk", "bounds"):
-        assert len([line for line in health if word in line]) == 3, word
+        assert len([line for line in health if word in line]) == 4, word
     assert "logged demonstration policy" in run.err
     assert "small sizes: h1 128" in run.err
     assert "C51 loss" in run.err
@@ -84,7 +84,7 @@ def test_the_full_model(cli: Callable[..., Run], device: Device, bars: Path, tmp
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
     assert not [name for name in rows[0] if name.startswith(("split.", "bound."))], "those belong into the health"
     told = {row["step"]: row["health"] for row in rows if "health" in row}
-    assert list(told) == [4, 8, 12]
+    assert list(told) == [1, 4, 8, 12]
     for group in ("grad_split_bwd", "grad_split_aux", "grad_trunk"):
         assert set(told[8][group]) == COMPONENTS
     assert set(told[8]) >= {"gate", "readiness", "bounds", "trunk_shares"}

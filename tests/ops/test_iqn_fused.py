@@ -78,8 +78,11 @@ class Net:
         return [array[:, : t.shape[1]] if array.ndim == 2 else array for t, array in zip(outputs, found, strict=True)]
 
     def reference(self, precision: str = "fp32") -> iqn_fused.Reference:
-        weights = {name: array for name, array in self.arrays.items() if name[1] == "_"}
-        return iqn_fused.reference_forward(self.arrays["tau"], self.arrays["h2"], weights, precision=precision)
+        return iqn_fused.reference_forward(self.arrays["tau"], self.arrays["h2"], self.parameters, precision=precision)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: array for name, array in self.arrays.items() if name[1] == "_"}
 
 
 def close(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], precision: str, name: str) -> None:
@@ -108,3 +111,66 @@ def test_forward_against_float64(
     expected = net.reference(precision)
     close(found[0], expected.theta, precision, "theta")
     close(found[1], expected.hidden, precision, "hidden")
+
+
+def backward(
+    net: Net,
+    dtheta: np.ndarray[Any, Any],
+    *,
+    scale: tuple[float, float] | None = (0.5, 0.75),
+    accumulate: bool = False,
+    wanted: bool = True,
+    name: str = "iqn",
+) -> dict[str, Tensor]:
+    """Appends forward and backward; the gradients, which hold 0.5 before."""
+    sizes = net.sizes
+    theta, hidden = net.output("theta", sizes.outputs), net.output("hidden", sizes.width)
+    iqn_fused.forward(net.program, net.tensors["tau"], net.tensors["h2"], net.weights, theta, hidden=hidden)
+    found = {}
+    for role in ("w_phi", "b_phi", "w_iq1", "b_iq1", "h2"):
+        before = np.full(net.arrays[role].shape, 0.5, np.float32)
+        found[role] = net.program.tensor(f"grad.{role}", before.shape, arena="state", data=before)
+    scales = [
+        net.program.tensor(f"scale{i}", (1,), arena="inputs", data=np.array([s], np.float32))
+        for i, s in enumerate(scale or (1.0, 1.0))
+    ]
+    iqn_fused.backward(
+        net.program,
+        net.data("dtheta", dtheta),
+        net.tensors["tau"],
+        net.tensors["h2"],
+        net.weights,
+        hidden,
+        dh2=found["h2"] if scale else None,
+        weight=scales[0],
+        readiness=scales[1],
+        accumulate=accumulate,
+        gradients=iqn_fused.WeightGradients(**{n: t for n, t in found.items() if n != "h2"}) if wanted else None,
+        accumulate_gradients=accumulate,
+        name=name,
+    )
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("batch", "quantiles", "sizes", "pad", "accumulate"),
+    [
+        (3, 16, iqn_fused.Sizes(20, 24, 40, 5), 0, False),
+        (3, 32, iqn_fused.Sizes(64, 80, 128, 12), 4, True),
+        (17, 8, iqn_fused.Sizes(9, 17, 33, 18), 3, False),
+        (1, 8, iqn_fused.Sizes(1, 1, 1, 1), 0, True),
+    ],
+)
+def test_backward_against_float64(
+    device: Device, precision: str, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int, accumulate: bool
+) -> None:
+    net = Net(device, precision, batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    dtheta = np.random.default_rng(5).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
+    gradients = backward(net, dtheta, accumulate=accumulate)
+    found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
+    expected = iqn_fused.reference_backward(
+        dtheta, net.arrays["tau"], net.arrays["h2"], net.parameters, scale=0.375, precision=precision
+    )
+    for name, gradient in found.items():
+        close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), precision, name)

@@ -168,6 +168,9 @@ class Trainer(Protocol):
     def skipped(self) -> int:
         """Steps that were skipped because a gradient was not finite."""
 
+    def launches(self) -> float | None:
+        """Launches on the device per step; None where the framework does not tell."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -270,6 +273,7 @@ def parser(description: str, variants: Sequence[str]) -> argparse.ArgumentParser
     made.add_argument("--time", nargs="*", type=int, metavar="BATCH", help="time these batch sizes (default: all)")
     made.add_argument("--steps", type=int, default=Effort.steps, help="steps per sample (default: %(default)s)")
     made.add_argument("--samples", type=int, default=Effort.samples, help="default: %(default)s")
+    made.add_argument("--launches", action="store_true", help="count the launches per step as well (profiler)")
     made.add_argument("--output", type=Path, help="write the rows as JSON to this file")
     return made
 
@@ -299,6 +303,8 @@ def run(
         effort = Effort(options.samples, options.steps, min(Effort.queued, options.steps))
         row = {"peer": label, "batch": batch, "precision": options.precision, **measure(trainer, effort)}
         rows.append(row | {"setup_s": round(setup, 2), "memory_mib": memory()})
+        if options.launches:
+            rows[-1]["launches"] = trainer.launches()
         print(json.dumps(rows[-1]), flush=True)
     if options.output:
         options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

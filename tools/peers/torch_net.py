@@ -37,7 +37,13 @@ class Net:
     """
 
     def __init__(
-        self, config: Config, signals: Mapping[str, float], like: Tensor, *, fusing: bool = False, complete: bool = False
+        self,
+        config: Config,
+        signals: Mapping[str, float],
+        like: Tensor,
+        *,
+        fusing: bool = False,
+        complete: bool = False,
     ) -> None:
         self.config, self.signals, self.fusing, self.complete = config, signals, fusing, complete
         self.count = len(config.branches)

@@ -301,6 +301,16 @@ class TorchTrainer:
         """Skipped steps so far."""
         return int(self.owner.state.skipped)
 
+    def launches(self) -> float:
+        """Kernels, copies and fills per step on the device, oracles spread over their period, by the profiler."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self.synchronize()
+        with torch.profiler.profile(activities=activities) as profile:
+            self.steps(ORACLE_EVERY)
+            self.synchronize()
+        on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return len(on_device) / ORACLE_EVERY
+
 
 def _packed(arrays: list[tuple[str, NDArray[Any]]], dtype: Any, device: str) -> tuple[Tensor, dict[str, int | slice]]:
     """Arrays [rows] or [rows, n] side by side in one table, and the column or columns of each."""
@@ -320,6 +330,8 @@ def main(argv: list[str] | None = None) -> int:
     made = parser("The training step in PyTorch.", VARIANTS)
     made.add_argument("--mode", default=COMPILE_MODE, help="of torch.compile (default: %(default)s)")
     options = made.parse_args(argv)
+    if options.device == "cpu" and options.variant != "eager":
+        print("note: on a CPU nothing is captured")
     torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
     device, dtype = options.device, getattr(torch, options.dtype)
 
