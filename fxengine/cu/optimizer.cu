@@ -1,21 +1,23 @@
 // Gradient norms, the non-finite guard, clipping, Adam and the targets that follow the parameters.
 //
 // fx_norm: one record per parameter group, all groups of the step in one launch.
-//   partials[tile] = sum of squares of 4096 gradients. A thread adds its 16 squares in float while their sum is far from
-//   both ends of float's range, else in double; everything beyond a thread is in double.
+//   partials[tile] = sum of squares of 4096 gradients. A thread adds its 16 squares in float while their sum is far
+//   from both ends of float's range, else in double; everything beyond a thread is in double.
 //   The last tile of the first record only makes corrections = {1 - beta1^t, 1 - beta2^t}, t = counters[1] + 1, in
 //   double: a power takes as long as all the rest.
 //
-// fx_adam: one record per parameter group, 2048 elements per tile. Every block finishes the norm of its group itself, in
-// one fixed order, while its elements are on their way; no block has to wait for the sums of others in fx_norm.
+// fx_adam: one record per parameter group, 2048 elements per tile. Every block finishes the norm of its group itself,
+//   in one fixed order, while its elements are on their way; so no block of fx_norm has to wait for the others.
 //     norm  = sqrt(sum of the group's partials)   float; it may overflow to inf while the norm itself is finite
 //     scale = min(1, clip / (norm + 1e-6))        from the norm in double
-//   The first tile of a group writes them, the first of all also skip = 1 if some norm is not finite, and group_mask with
-//   bit `group` of those. Nothing else is written when skip is set. Otherwise
+//   The first tile of a group writes them, the first of all also skip = 1 if some norm is not finite, and group_mask
+//   with bit `group` of those. Nothing else is written when skip is set. Otherwise
 //   g' = clamp(scale g, G)    m = clamp(beta1 m + (1 - beta1) g', M)    v = min(beta2 v + (1 - beta2) g'^2, V)
 //   w -= lr (m / corrections[0] / (sqrt(v / corrections[1]) + eps) + weight_decay w)
 //   decay and the clamp of w to [-W, W] for matrices only. A bound is max(slot, bound_floor); a slot of 0 = no bound.
 //   target += tau (w - target) with the new w, where the group has targets and `kinds` says so; not if tau is 0.
+//   kinds: bit q of the words [i] is for the elements 128 i + 4 q ... + 3: first word: they are part of a matrix, second
+//   word: their target moves here.
 //
 // Buffers of a group have the length of its tensors and the padding between them: a multiple of 4. The padding is
 // treated as a vector; with zero gradients it stays zero (eps > 0).
@@ -41,8 +43,7 @@ struct Adam {
     float* m;
     float* v;
     float* targets;                 // or null
-    const unsigned* kinds;          // [length / 128 rounded up][2]: bit q of the words i is for elements 128 i + 4 q ...
-                                    // + 3; first word: part of a matrix, second: its target moves here. Constant.
+    const unsigned* kinds;          // [length / 128 rounded up, 2] bits, see above; constant
     const double* partials;         // of all groups
     const float* scalars[14];       // one float each: see AdamScalar
     float* norm;                    // one float

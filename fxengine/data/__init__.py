@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxengine.data.files import demo_bars, load_bars, save_bars
     from fxengine.data.labels import next_bar_labels, regime_edges, regime_labels, trailing_volatility
     from fxengine.data.normalizer import Normalizer
+    from fxengine.data.transitions import Transitions, TransitionSet, TransitionSettings, make_transitions
 
 _HOME = {
     "Bars": "bars",
@@ -34,10 +35,14 @@ _HOME = {
     "Features": "features",
     "Normalizer": "normalizer",
     "Part": "dataset",
+    "TransitionSet": "transitions",
+    "TransitionSettings": "transitions",
+    "Transitions": "transitions",
     "build_features": "features",
     "demo_bars": "files",
     "load_bars": "files",
     "make_dataset": "dataset",
+    "make_transitions": "transitions",
     "next_bar_labels": "labels",
     "regime_edges": "labels",
     "regime_labels": "labels",
@@ -56,10 +61,14 @@ __all__ = [
     "Features",
     "Normalizer",
     "Part",
+    "TransitionSet",
+    "TransitionSettings",
+    "Transitions",
     "build_features",
     "demo_bars",
     "load_bars",
     "make_dataset",
+    "make_transitions",
     "next_bar_labels",
     "regime_edges",
     "regime_labels",

@@ -32,7 +32,7 @@ def spectral_norm(
 ) -> None:
     """Append, in place: v moves on by one power iteration, and w is scaled to `sn_max` where sigma exceeds it.
 
-    To come after `adam`; the records of all matrices then share one launch. Nothing is written, bit for bit, while the
+    To come after `optimize`; the records of all matrices then share one launch. Nothing is written, bit for bit, while the
     guard's flag is set. A zero w or v leaves v zero and sigma 0 for good: v must not start as zeros. A w that is not
     finite gives a NaN sigma and NaN in v, and is not scaled.
 
@@ -42,7 +42,7 @@ def spectral_norm(
         v: float32 [cols], kept from step to step (state of a run, like the moments).
         sigma: float32 [1], receives u·w·v of w before it is scaled.
         signal: must know `sn_max`.
-        guard: what `norm` returned.
+        guard: what `optimize` returned.
         label: shown in tables.
 
     Raises:
