@@ -154,11 +154,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
             }
         }
     }
-    float hidden[iqn_hidden_chunks][M][2][4];
-    FX_UNROLL
-    for (int p = 0; p < iqn_hidden_chunks; ++p) {
-        iqn_start<M>(hidden[p], *reinterpret_cast<const float4*>(weights.biases + 16 * (weights.chunks + p) + 4 * t));
-    }
+    float hidden[iqn_hidden_chunks][M][2][4] = {};  // starting at the biases would cost registers
     const float* h2 = r.h2 + static_cast<long long>(row0 / r.quantiles) * r.ld_h2 + 4 * t;
     const float* bias = weights.biases + 4 * t;
     const uint4* units = weights.units + lane;
@@ -204,6 +200,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
     }
     __syncwarp();  // what the stores need is computed here, not carried through the loop above
     const int again = fx_linear_again(row0), row1 = again + fx_linear_again(g), column = fx_linear_again(4 * t);
+    const float* biases = IqnWeights<WORD>(r, shared).biases + 16 * ((r.features + 15) / 16) + column;
     const bool quads_hidden = fx_quads(r.hidden, r.ld_hidden);
     float* to = r.hidden + static_cast<long long>(row1) * r.ld_hidden + column;
     const long long step = 8LL * r.ld_hidden;
@@ -211,6 +208,8 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
     unsigned words[iqn_hidden_chunks][STEPS][M][1][4];
     FX_UNROLL
     for (int p = 0; p < iqn_hidden_chunks; ++p) {
+        const float4 quad = *reinterpret_cast<const float4*>(biases + 16 * p);
+        const float own[4] = {quad.x, quad.y, quad.z, quad.w};
         float v[M][2][4];
         FX_UNROLL
         for (int i = 0; i < M; ++i) {
@@ -218,7 +217,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
             for (int h = 0; h < 2; ++h) {
                 iqn_columns<M>(v[i][h], hidden[p], i, h);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[i][h][e] = fx_activate(FX_RELU, v[i][h][e]);
+                for (int e = 0; e < 4; ++e) v[i][h][e] = fx_activate(FX_RELU, v[i][h][e] + own[e]);
                 if (16 * i + 8 * h < rows_left) {
                     fx_store(to + (2 * i + h) * step + 16 * p, v[i][h], columns_left - 16 * p, quads_hidden);
                 }
@@ -251,6 +250,11 @@ __device__ __forceinline__ void iqn_forward(const IqnForward* table, int count, 
 extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_tf32_16(const IqnForward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
     iqn_forward<1, 1>(table, count, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_tf32_32(const IqnForward* table, int count) {
+    FX_DYN_SHARED(uint4, shared);
+    iqn_forward<1, 2>(table, count, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_forward_bf16_16(const IqnForward* table, int count) {

@@ -16,8 +16,8 @@
 //   w -= lr (m / corrections[0] / (sqrt(v / corrections[1]) + eps) + weight_decay w)
 //   decay and the clamp of w to [-W, W] for matrices only. A bound is max(slot, bound_floor); a slot of 0 = no bound.
 //   target += tau (w - target) with the new w, where the group has targets and `kinds` says so; not if tau is 0.
-//   kinds: bit q of the words [i] is for the elements 128 i + 4 q ... + 3: first word: they are part of a matrix, second
-//   word: their target moves here.
+//   kinds: bit q of the words [i] is for the elements 128 i + 4 q ... + 3: in the first word, they are part of a
+//   matrix; in the second, their target moves here.
 //
 // Buffers of a group have the length of its tensors and the padding between them: a multiple of 4. The padding is
 // treated as a vector; with zero gradients it stays zero (eps > 0).

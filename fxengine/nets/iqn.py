@@ -63,7 +63,9 @@ def _fused(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
         wanted = None
         accumulate_gradients = False
         if gradients.wants("w_iq1"):
-            reached = {name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2")}
+            reached = {
+                name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2")
+            }
             accumulate_gradients = reached["w_iq1"][1]
             wanted = iqn_fused.WeightGradients(*(reached[name][0] for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")))
             linear.backward_dw(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -330,7 +330,7 @@ GRADIENTS = Family(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _backward_family(precision: str, columns: int) -> Family:
     return Family(
         f"iqn_backward_{precision}_{columns}",
@@ -343,7 +343,7 @@ def _backward_family(precision: str, columns: int) -> Family:
 
 
 # Late: the networks of a step, whose states are ready at different times, then share a launch, and the device.
-@lru_cache(maxsize=None)
+@cache
 def _forward_family(precision: str, height: int, shared: int) -> Family:
     return Family(
         f"iqn_forward_{precision}_{height}",

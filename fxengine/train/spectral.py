@@ -32,9 +32,9 @@ def spectral_norm(
 ) -> None:
     """Append, in place: v moves on by one power iteration, and w is scaled to `sn_max` where sigma exceeds it.
 
-    To come after `optimize`; the records of all matrices then share one launch. Nothing is written, bit for bit, while the
-    guard's flag is set. A zero w or v leaves v zero and sigma 0 for good: v must not start as zeros. A w that is not
-    finite gives a NaN sigma and NaN in v, and is not scaled.
+    To come after `optimize`; the records of all matrices then share one launch. Nothing is written, bit for bit, while
+    the guard's flag is set. A zero w or v leaves v zero and sigma 0 for good: v must not start as zeros. A w that is
+    not finite gives a NaN sigma and NaN in v, and is not scaled.
 
     Args:
         program: program to append to.

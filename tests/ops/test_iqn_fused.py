@@ -17,6 +17,9 @@ PRECISIONS = ("tf32", "bf16")
 TOLERANCE = {"tf32": 2e-3, "bf16": 2e-2}
 
 
+SIZES = iqn_fused.Sizes(20, 24, 40, 5)
+
+
 class Net:
     """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows."""
 
@@ -27,7 +30,7 @@ class Net:
         *,
         batch: int = 3,
         quantiles: int = 16,
-        sizes: iqn_fused.Sizes = iqn_fused.Sizes(20, 24, 40, 5),
+        sizes: iqn_fused.Sizes = SIZES,
         pad: int = 0,
         seed: int = 0,
     ) -> None:
