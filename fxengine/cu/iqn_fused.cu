@@ -160,7 +160,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
     const uint4* units = weights.units + lane;
     int left = r.features - 4 * t;
 #pragma unroll 1
-    for (int c = 0; c < weights.chunks; ++c) {
+    do {  // 16 features
         float state[4];
         fx_load(state, h2, left, quads);
         float phi[M][2][4];
@@ -177,7 +177,8 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
                 if (!same) {  // the rows are of several samples
                     const int row = row0 + 16 * i + 8 * h + g;
                     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
-                    fx_load(state, r.h2 + static_cast<long long>(sample) * r.ld_h2 + 16 * c + 4 * t, left, quads);
+                    fx_load(state, r.h2 + static_cast<long long>(sample) * r.ld_h2 + r.features - left, left,
+                            quads);
                 }
                 iqn_columns<M>(mixed[i][h], phi, i, h);
                 FX_UNROLL
@@ -197,7 +198,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
         bias += 16;
         left -= 16;
         units += IqnWeights<WORD>::CHUNK;
-    }
+    } while (left + 4 * t > 0);
     __syncwarp();  // what the stores need is computed here, not carried through the loop above
     const int again = fx_linear_again(row0), row1 = again + fx_linear_again(g), column = fx_linear_again(4 * t);
     const float* biases = IqnWeights<WORD>(r, shared).biases + 16 * ((r.features + 15) / 16) + column;

@@ -40,6 +40,8 @@ MAX_WIDTH = 128
 # Shared memory that the kernels declare themselves.
 _STATIC = 256
 
+_WARPS = 8  # of a block
+
 # Columns of h2 that a block of the backward owns: rows of its tiles.
 _TILE_ROWS = {128: 64, 64: 32}
 
@@ -162,7 +164,9 @@ def forward(
     rows, quantiles = _check(program, tau, h2, weights, label)
     _require(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
     _require(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
-    height = 32 if program.precision == "bf16" and quantiles % 32 == 0 and rows > 128 * program.target.sm_count else 16
+    room = max(1, int(program.target.sm_count * share))
+    # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.
+    height = 32 if quantiles % 32 == 0 and rows > _WARPS * 16 * room else 16
     program.launch(
         _forward_family(program.precision, height, forward_shared(program.precision, sizes)),
         {
@@ -177,7 +181,7 @@ def forward(
             "rows": rows,
             "quantiles": quantiles,
             **_extents(sizes),
-            "blocks": max(1, min(-(-rows // (8 * height)), int(program.target.sm_count * share))),
+            "blocks": min(-(-rows // (_WARPS * height)), room),
         },
         reads=[tau, h2, *_all(weights)],
         writes=[theta, hidden],
