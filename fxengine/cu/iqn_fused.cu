@@ -1,7 +1,8 @@
 // Quantile networks whose intermediate results stay in registers: tf32 or bf16 products on the tensor cores.
 //
 // fx_iqn_forward_<precision>_<rows>: of every row r = b N + i, in one pass
-//   phi = relu(w_phi cos(pi j tau[r]) + b_phi), hidden = relu(w_iq1 (phi * h2[b]) + b_iq1), theta = w_iq2 hidden + b_iq2.
+//   phi = relu(w_phi cos(pi j tau[r]) + b_phi), hidden = relu(w_iq1 (phi * h2[b]) + b_iq1),
+//   theta = w_iq2 hidden + b_iq2.
 //   A block holds all weights in shared memory, rounded once. A warp takes groups of 16 or 32 rows, the blocks of a
 //   record one after the other; it makes phi 16 columns at a time and adds their products to the hidden sums at once.
 //   Shared memory: [chunks of h2] {phi: 4 units x steps, iq1: 8 units x steps}, [chunks of theta] {8 units x steps},
@@ -56,16 +57,16 @@ struct IqnWeights {
 
     __device__ __forceinline__ void fill(const IqnForward& r) const {
         const int warp = static_cast<int>(threadIdx.x) >> 5;
-#pragma unroll 2
+#pragma unroll 4
         for (int u = warp; u < chunks * iqn_phi_chunks; u += 8) {
             const int c = u / iqn_phi_chunks, k = u % iqn_phi_chunks;
             iqn_unit<WORD>(units + c * CHUNK + k * STEPS * 32, r.w_phi, r.ld_phi, r.features, r.cosines, c, k);
         }
-#pragma unroll 4
+#pragma unroll 8
         for (int u = warp; u < chunks * iqn_hidden_chunks; u += 8) {
             const int c = u / iqn_hidden_chunks, p = u % iqn_hidden_chunks;
-            iqn_unit<WORD>(units + c * CHUNK + (iqn_phi_chunks + p) * STEPS * 32, r.w_iq1, r.ld_iq1, r.width, r.features,
-                           p, c);
+            uint4* const to = units + c * CHUNK + (iqn_phi_chunks + p) * STEPS * 32;
+            iqn_unit<WORD>(to, r.w_iq1, r.ld_iq1, r.width, r.features, p, c);
         }
         for (int u = warp; u < last_chunks * iqn_hidden_chunks; u += 8) {
             iqn_unit<WORD>(last + u * STEPS * 32, r.w_iq2, r.ld_iq2, r.outputs, r.width, u / iqn_hidden_chunks,

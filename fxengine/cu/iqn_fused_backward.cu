@@ -11,7 +11,7 @@
 //   3. weight gradients. The number of quantiles is a multiple of 8 and divides ROWS.
 //
 // fx_iqn_gradients: sums of the slices in their order, = or +=.
-#include "iqn_fused.cuh"
+#include "iqn_fused_tile.cuh"
 
 struct IqnBackward {
     int first_tile;
@@ -65,118 +65,6 @@ struct IqnGradients {
 constexpr int iqn_cosines = 64;
 constexpr int iqn_width = 128;
 
-// Two neighbouring columns of a tile in shared memory, as words.
-template <int WORD>
-__device__ __forceinline__ void iqn_store_pair(unsigned* row, int column, float first, float second) {
-    if constexpr (WORD == 1) {
-        *reinterpret_cast<uint2*>(row + column) = make_uint2(iqn_tf32(first), iqn_tf32(second));
-    } else {
-        row[column >> 1] = fx_bf16x2(first, second);
-    }
-}
-
-template <int WORD>
-__device__ __forceinline__ void iqn_store_quad(unsigned* row, int column, const float (&v)[4]) {
-    if constexpr (WORD == 1) {
-        *reinterpret_cast<uint4*>(row + column) = make_uint4(iqn_tf32(v[0]), iqn_tf32(v[1]), iqn_tf32(v[2]), iqn_tf32(v[3]));
-    } else {
-        *reinterpret_cast<uint2*>(row + (column >> 1)) = make_uint2(fx_bf16x2(v[0], v[1]), fx_bf16x2(v[2], v[3]));
-    }
-}
-
-// A tile of numbers [rows][COLUMNS] in shared memory. Rows are 8 numbers apart in banks: no access below conflicts but
-// for quads, two ways.
-template <int WORD, int COLUMNS>
-struct IqnTile {
-    static constexpr int LD = (COLUMNS + 8) / WORD;  // words between rows
-    unsigned* words;
-
-    // Operand A of step s, from rows row.. as they lie: k along the columns.
-    template <int M>
-    __device__ __forceinline__ void across(unsigned (&a)[M][1][4], int row, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int i = 0; i < M; ++i) {
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                const unsigned* from = words + (row + 16 * i + 8 * h + g) * LD + 8 * s;
-                if constexpr (WORD == 1) {  // k = 8 s + 2 t, 8 s + 2 t + 1
-                    const uint2 pair = *reinterpret_cast<const uint2*>(from + 2 * t);
-                    a[i][0][h] = pair.x;
-                    a[i][0][2 + h] = pair.y;
-                } else {  // k = 16 s + 2 t .., 16 s + 8 + 2 t ..
-                    a[i][0][h] = from[t];
-                    a[i][0][2 + h] = from[4 + t];
-                }
-            }
-        }
-    }
-
-    // Four 8 x 8 blocks of the transpose, k along the rows: block e is of rows 8 * (e & 1) .. and columns
-    // 8 * (e >> 1) .. with ROWS_FIRST, the other way round without. bf16 only.
-    template <bool ROWS_FIRST>
-    __device__ __forceinline__ void blocks(unsigned (&w)[4], int row, int column) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31;
-#if FX_DEVICE
-        const int e = lane >> 3, down = ROWS_FIRST ? e & 1 : e >> 1, right = ROWS_FIRST ? e >> 1 : e & 1;
-        const unsigned* from = words + (row + 8 * down + (lane & 7)) * LD + (column + 8 * right) / 2;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-            : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from)))
-            : "memory");
-#else
-        const int g = lane >> 2, t = lane & 3;
-        for (int e = 0; e < 4; ++e) {
-            const int down = ROWS_FIRST ? e & 1 : e >> 1, right = ROWS_FIRST ? e >> 1 : e & 1;
-            const int at = column + 8 * right + g, shift = at % 2 * 16;
-            const unsigned* from = words + (row + 8 * down + 2 * t) * LD + at / 2;
-            w[e] = (from[0] >> shift & 0xffffu) | (from[LD] >> shift & 0xffffu) << 16;
-        }
-#endif
-    }
-
-    // Operand A of step s, of columns column .. of the tile: k along the rows.
-    template <int M>
-    __device__ __forceinline__ void down_a(unsigned (&a)[M][1][4], int column, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int i = 0; i < M; ++i) {
-            if constexpr (WORD == 1) {
-                const unsigned* from = words + (8 * s + t) * LD + column + 16 * i + g;
-                a[i][0][0] = from[0];
-                a[i][0][1] = from[8];
-                a[i][0][2] = from[4 * LD];
-                a[i][0][3] = from[4 * LD + 8];
-            } else {
-                blocks<false>(a[i][0], 16 * s, column + 16 * i);
-            }
-        }
-    }
-
-    // Operand B likewise.
-    template <int N>
-    __device__ __forceinline__ void down_b(unsigned (&b)[N][1][2], int column, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int j = 0; j < N; j += 2) {
-            if constexpr (WORD == 1) {
-                const unsigned* from = words + (8 * s + t) * LD + column + 8 * j + g;
-                b[j][0][0] = from[0];
-                b[j][0][1] = from[4 * LD];
-                b[j + 1][0][0] = from[8];
-                b[j + 1][0][1] = from[4 * LD + 8];
-            } else {
-                unsigned w[4];
-                blocks<true>(w, 16 * s, column + 8 * j);
-                b[j][0][0] = w[0];
-                b[j][0][1] = w[1];
-                b[j + 1][0][0] = w[2];
-                b[j + 1][0][1] = w[3];
-            }
-        }
-    }
-};
-
 // How a block works: WORD as ever, COLUMNS of h2, ROWS of a tile. The 8 warps share the outputs of each product.
 template <int WORD, int COLUMNS, int ROWS>
 struct IqnBlock {
@@ -186,7 +74,8 @@ struct IqnBlock {
     static constexpr int DOWN = ROWS / K;
     static constexpr int PAIRS = COLUMNS / 16;    // pairs of fragments, each one uint4 per lane and step
     static constexpr int M = ROWS / 32, N = COLUMNS / 32;       // fragments of a warp: phi and dmixed, 2 x 4 warps
-    static constexpr int N_IQ1 = COLUMNS / 16, M_PHI = COLUMNS / 64;  // dw_iq1: 2 x N_IQ1, dw_phi: M_PHI x 4; 4 x 2 warps
+    static constexpr int N_IQ1 = COLUMNS / 16;  // dw_iq1: 2 x N_IQ1 of a warp, 4 x 2 warps
+    static constexpr int M_PHI = COLUMNS / 64;  // dw_phi: M_PHI x 4 of a warp, likewise
     static constexpr int GROUPS = ROWS / 8;
 
     IqnTile<WORD, iqn_width> dhidden;
@@ -212,7 +101,7 @@ struct IqnBlock {
     __device__ __forceinline__ void fill(const IqnBackward& r, int column0) const {
         const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
         const int g = lane >> 2, t = lane & 3;
-#pragma unroll 2
+#pragma unroll 8
         for (int u = warp; u < (PHI + MIXED) * PAIRS; u += 8) {
             const bool phi = u < PHI * PAIRS;
             const int own = phi ? u : u - PHI * PAIRS, s = own / PAIRS, pair = own % PAIRS;
@@ -237,9 +126,9 @@ struct IqnBlock {
         if (threadIdx.x < COLUMNS) bias[threadIdx.x] = column < r.features ? r.b_phi[column] : 0.0f;
     }
 
-    // sums[i][j] += A . units, for the warp's columns.
+    // out[i][j] += A . units, for the warp's columns.
     template <int STEPS, int TILE>
-    __device__ __forceinline__ void multiply(float (&sums_)[M][N][4], const IqnTile<WORD, TILE>& a_tile,
+    __device__ __forceinline__ void multiply(float (&out)[M][N][4], const IqnTile<WORD, TILE>& a_tile,
                                              const uint4* units, int row, int column) const {
         const uint4* from = units + column / 16 * 32 + (threadIdx.x & 31u);
 #pragma unroll 4
@@ -254,7 +143,7 @@ struct IqnBlock {
                 b[j + 1][0][0] = unit.z;
                 b[j + 1][0][1] = unit.w;
             }
-            fx_mma<WORD, 1, M, N>(sums_, a, b);
+            fx_mma<WORD, 1, M, N>(out, a, b);
         }
     }
 };
@@ -379,7 +268,8 @@ __device__ __forceinline__ void iqn_middle(const B& block, const IqnBackward& r,
         const int i = group / 2, h = group % 2, first = row + 8 * group;
         if (group % span == 0) {
             const int left = row0 + first < r.rows ? r.features - column0 - column - 2 * t : 0;
-            const float* h2 = r.h2 + static_cast<long long>((row0 + first) / r.quantiles) * r.ld_h2 + column0 + column + 2 * t;
+            const long long sample = (row0 + first) / r.quantiles;
+            const float* h2 = r.h2 + sample * r.ld_h2 + column0 + column + 2 * t;
             FX_UNROLL
             for (int j = 0; j < N; ++j) {
                 FX_UNROLL
@@ -503,7 +393,8 @@ __device__ __forceinline__ void iqn_backward(const IqnBackward* table, int count
     FX_UNROLL
     for (int e = 0; e < 4; ++e) {
         const float sum = iqn_rows_sum(db_iq1[e]);
-        if (column0 == 0 && g == 0 && 16 * warp + 4 * t + e < r.width) to_bias[r.features + 16 * warp + 4 * t + e] = sum;
+        const int at = 16 * warp + 4 * t + e;
+        if (column0 == 0 && g == 0 && at < r.width) to_bias[r.features + at] = sum;
     }
     // The two warps that share columns have the sums of other rows: the upper ones hand theirs over.
     FX_UNROLL

@@ -14,9 +14,8 @@ from fxengine.nets.tape import Gradients
 from fxengine.ops import iqn, iqn_fused, linear
 from fxengine.train.groups import linear_specs
 
-
-# From so many rows on the fused kernels are faster on a GPU. Below, the step waits for the network's input gradient alone,
-# which separate layers deliver sooner: their weight gradients can wait for the optimizer.
+# From so many rows on the fused kernels are faster on a GPU. Below, the step waits for the network's input gradient
+# alone, which separate layers deliver sooner: their weight gradients can wait for the optimizer.
 _FUSED_ROWS = 16_384
 
 

@@ -1,4 +1,4 @@
-"""Fused quantile networks against float64, and against the separate layers."""
+"""Fused quantile networks against float64, and whole steps with them against steps with the separate layers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fxengine.driver import Device
+from fxengine import Engine, StepConfig
+from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, Tensor
+from fxengine.nets import iqn as nets_iqn
 from fxengine.ops import iqn_fused
+from fxengine.train.decomposition import COMPONENTS
 
 PRECISIONS = ("tf32", "bf16")
 
@@ -177,3 +180,146 @@ def test_backward_against_float64(
     )
     for name, gradient in found.items():
         close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), precision, name)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_scale_of_zero_is_an_exact_zero(device: Device, precision: str) -> None:
+    """Whatever dtheta holds; accumulating, the bits stay. The weights learn at full scale all the same."""
+    for scale in ((0.0, 1.0), (1.0, 0.0)):
+        for accumulate, expected in ((False, 0.0), (True, 0.5)):
+            net = Net(device, precision)
+            sick = np.full((net.rows, SIZES.outputs), np.nan, np.float32)
+            gradients = backward(net, sick, scale=scale, accumulate=accumulate)
+            found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
+            np.testing.assert_array_equal(found["h2"], np.float32(expected))
+            assert not np.signbit(found["h2"]).any()
+            assert np.isnan(found["w_iq1"]).any()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_not_wanted_is_not_written(device: Device, precision: str) -> None:
+    def run(**options: Any) -> dict[str, np.ndarray[Any, Any]]:
+        net = Net(device, precision, batch=9)
+        dtheta = np.random.default_rng(2).normal(size=(net.rows, SIZES.outputs)).astype(np.float32)
+        gradients = backward(net, dtheta, **options)
+        return dict(zip(gradients, net.run(*gradients.values()), strict=True))
+
+    everything, states, weights = run(), run(wanted=False), run(scale=None)
+    np.testing.assert_array_equal(states["h2"], everything["h2"])
+    np.testing.assert_array_equal(weights["h2"], 0.5)
+    for name in ("w_phi", "b_phi", "w_iq1", "b_iq1"):
+        np.testing.assert_array_equal(weights[name], everything[name])
+        np.testing.assert_array_equal(states[name], 0.5)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sick", ["tau", "h2"])
+def test_nan_stays_with_its_rows(device: Device, precision: str, sick: str) -> None:
+    found = []
+    for ill in (False, True):
+        net = Net(device, precision, batch=3, quantiles=8)
+        if ill:
+            net.arrays[sick][1, 0] = np.nan
+            net.tensors[sick] = net.data(f"{sick}.ill", net.arrays[sick])
+        theta = net.output("theta", SIZES.outputs)
+        iqn_fused.forward(net.program, net.tensors["tau"], net.tensors["h2"], net.weights, theta)
+        found.append(net.run(theta)[0])
+    rows = slice(8, 9) if sick == "tau" else slice(8, 16)
+    assert np.isnan(found[1][rows]).all()
+    np.testing.assert_array_equal(np.delete(found[1], rows, axis=0), np.delete(found[0], rows, axis=0))
+
+
+def test_every_batch_size_gives_a_row_the_same_bits(device: Device) -> None:
+    """Rows lie in tiles of other warps and blocks; their sums have one order all the same."""
+    alone, among = (Net(device, "tf32", batch=batch, quantiles=32) for batch in (2, 40))
+    among.arrays["tau"][38:], among.arrays["h2"][38:] = alone.arrays["tau"], alone.arrays["h2"]
+    found = []
+    for net in (alone, among):
+        arrays = net.arrays | {name: alone.arrays[name] for name in net.parameters}
+        tensors = {name: net.data(f"{name}.same", array) for name, array in arrays.items()}
+        weights = iqn_fused.Weights(**{name: tensors[name] for name in net.parameters})
+        theta = net.output("theta", SIZES.outputs)
+        iqn_fused.forward(net.program, tensors["tau"], tensors["h2"], weights, theta)
+        found.append(net.run(theta)[0])
+    np.testing.assert_array_equal(found[1][-64:], found[0])
+
+
+def test_who_is_served_is_a_pure_function() -> None:
+    usual = iqn_fused.Sizes(64, 256, 128, 12)
+    hopper, ampere, card, old = (Target.of(arch) for arch in ("sm_90", "sm_80", "sm_120", "sm_75"))
+    assert iqn_fused.fits(hopper, "tf32", usual) and iqn_fused.fits(hopper, "bf16", usual)
+    assert not iqn_fused.fits(hopper, "fp32", usual)
+    assert not iqn_fused.fits(ampere, "tf32", usual) and iqn_fused.fits(ampere, "bf16", usual)
+    assert not iqn_fused.fits(old, "bf16", iqn_fused.Sizes(16, 16, 16, 3))
+    assert not iqn_fused.fits(hopper, "tf32", iqn_fused.Sizes(65, 256, 128, 12))
+    assert not iqn_fused.fits(hopper, "tf32", iqn_fused.Sizes(64, 256, 129, 12))
+    assert iqn_fused.backward_columns(hopper, "tf32", usual, 32) == 128
+    assert iqn_fused.backward_columns(card, "tf32", usual, 32) == 64
+    assert iqn_fused.backward_columns(hopper, "tf32", usual, 64) == 128
+    assert not iqn_fused.fits_backward(card, "tf32", usual, 64)
+    assert not iqn_fused.fits_backward(hopper, "tf32", usual, 12)
+
+
+def test_what_does_not_fit_is_refused(device: Device) -> None:
+    net = Net(device, "tf32")
+    theta = net.output("theta", SIZES.outputs)
+    with pytest.raises(ValueError, match=r"theta must be float32 \(48, 5\).*\(48, 4\)"):
+        iqn_fused.forward(net.program, net.tensors["tau"], net.tensors["h2"], net.weights, theta.columns(0, 4))
+    plain = Net(device, "fp32")
+    with pytest.raises(ValueError, match=r"in fp32 on .* use the separate layers"):
+        iqn_fused.forward(
+            plain.program,
+            plain.tensors["tau"],
+            plain.tensors["h2"],
+            plain.weights,
+            plain.output("theta", SIZES.outputs),
+        )
+    with pytest.raises(ValueError, match=r"24 quantiles .* use the separate layers"):
+        backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
+
+
+CONFIG = StepConfig(
+    batch=9, state=12, tokens=3, attn=4, ofi=3, ofi_embed=4, h1=14, h2=12, value_h=6, adv_h=6, branches=(3, 2, 2),
+    atoms=7, iqn_quantiles=8, iqn_target_quantiles=3, iqn_cos=5, iqn_h=6, ens=2, aux_h=6, aux_out=5, aux_head=4,
+    regimes=3, iql_h=5, cur_h=5, oracle_every=2,
+)  # fmt: skip
+
+
+def whole_step(device: Device, precision: str) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, int]]:
+    """Gradients, target values and the decomposition of one step; and the kernels that it launched."""
+    rng = np.random.default_rng(0)
+    data = {
+        "state": rng.standard_normal((40, CONFIG.state)),
+        "next_state": rng.standard_normal((40, CONFIG.state)),
+        "reward": rng.standard_normal(40),
+        "discount": np.full(40, 0.97),
+        "weight": np.ones(40),
+        "actions": np.stack([rng.integers(0, n, 40) for n in CONFIG.branches], axis=1),
+        "nb_label": rng.integers(-1, 2, 40),
+        "regime_label": rng.integers(-1, CONFIG.regimes, 40),
+        "ofi": rng.standard_normal((40, CONFIG.ofi)),
+        "next_ofi": rng.standard_normal((40, CONFIG.ofi)),
+    }
+    arrays = {name: a.astype(np.float32 if a.dtype.kind == "f" else np.int32) for name, a in data.items()}
+    with Engine(CONFIG, device=device, data=arrays, precision=precision, guard=True) as engine:
+        engine.signals.override("iqn_readiness", 0.6)
+        engine.step(decompose=True)
+        engine.check_guards()
+        report = engine.telemetry()
+        assert report is not None and report.decomposition is not None
+        found = {p.name: engine.plan.buffer(p.grad).read() for g in engine.builder.groups for p in g.parameters}
+        row = report.decomposition[COMPONENTS.index("iqn")]
+        found |= {"decomposition": np.asarray(row), "L_iqn": np.asarray(report["L_iqn"])}
+        return found, dict(engine.graph.census().launches)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_as_with_separate_layers(device: Device, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nets_iqn, "_FUSED_ROWS", 1)  # a GPU takes the separate layers for so few rows
+    fused, launches = whole_step(device, precision)
+    assert [n for name, n in launches.items() if name.startswith("iqn_forward")] == [1]
+    monkeypatch.setattr(nets_iqn, "_is_fused", lambda p, config: False)
+    separate, plain = whole_step(device, precision)
+    assert not [name for name in plain if name.startswith(("iqn_forward", "iqn_backward"))]
+    for name, expected in separate.items():
+        close(fused[name], expected, precision, name)
