@@ -14,10 +14,6 @@ from fxengine.nets.tape import Gradients
 from fxengine.ops import iqn, iqn_fused, linear
 from fxengine.train.groups import linear_specs
 
-# From so many rows on the fused kernels are faster on a GPU. Below, the step waits for the network's input gradient
-# alone, which separate layers deliver sooner: their weight gradients can wait for the optimizer.
-_FUSED_ROWS = 16_384
-
 
 def declare(step: StepBuilder, config: StepConfig) -> None:
     """Group iqn (3), with a target copy."""
@@ -43,9 +39,7 @@ def forward(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
 
 
 def _is_fused(p: Pass, config: StepConfig) -> bool:
-    """Whether the fused kernels serve both networks of the step, forward and backward, and are worth it."""
-    if p.program.target.kind == "cuda" and config.batch * config.iqn_quantiles < _FUSED_ROWS:
-        return False
+    """Whether the fused kernels serve both networks of the step, forward and backward."""
     sizes = iqn_fused.Sizes(config.iqn_cos, config.h2, config.iqn_h, sum(config.branches))
     served = (p.program.target, p.program.precision, sizes)
     return iqn_fused.fits(*served) and iqn_fused.fits_backward(*served, config.iqn_quantiles)

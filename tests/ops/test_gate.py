@@ -333,7 +333,10 @@ def test_wire_backward_against_float64(
     dwire, dnb = (rng.normal(size=shape).astype(np.float32) for shape in (rows, (rows, 2)))
     added = gate.reference_wire_backward(nb, dwire, float(np.float32(alpha)))
     found = _wire(device, nb, dwire, dnb, alpha, column=column)
-    assert_close(found, dnb + added, factor=8, atol=1e-7, name="dnb")
+    rounding = (
+        8 * float(np.finfo(np.float32).eps) * float(np.abs(dnb).max() + np.abs(added).max())
+    )  # the sum may cancel
+    assert_close(found, dnb + added, factor=8, atol=rounding, name="dnb")
     # alone, to its own relative accuracy: what a sure head still learns is tiny but not lost
     assert_close(_wire(device, nb, dwire, 0 * dnb, alpha, column=column), added, factor=256, atol=1e-37, name="added")
 
