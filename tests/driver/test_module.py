@@ -174,7 +174,7 @@ def _fake_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: list[tu
         lambda f, i: (ok, *sizes[i]) if i < len(sizes) else (bad, 0, 0),
         raising=False,
     )
-    monkeypatch.setattr("fxengine.driver.module._compiled", lambda *_: tmp_path / "x.cubin")
+    monkeypatch.setattr("fxengine.driver.module.compiled", lambda *_: tmp_path / "x.cubin")
     text = 'extern "C" __global__ void __launch_bounds__(32) fx_k(float* x, int n) { }\n'
     return device, raw, load(device, tmp_path, text).kernel("fx_k")
 
