@@ -315,7 +315,6 @@ def whole_step(device: Device, precision: str) -> tuple[dict[str, np.ndarray[Any
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_as_with_separate_layers(device: Device, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nets_iqn, "_FUSED_ROWS", 1)  # a GPU takes the separate layers for so few rows
     fused, launches = whole_step(device, precision)
     assert [n for name, n in launches.items() if name.startswith("iqn_forward")] == [1]
     monkeypatch.setattr(nets_iqn, "_is_fused", lambda p, config: False)
