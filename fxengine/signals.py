@@ -174,7 +174,12 @@ class Signals:
         self._idle = idle
         self._lock = threading.Lock()
         self._row = np.zeros(ROW_STRIDE, np.float32)
+        self._words = self._row.view(np.uint32)
         self._values = self._row[:HOST_SLOTS]
+        # All that a row holds without overrides: host slots and the number of overrides. Views made once: every launch
+        # after a change of a signal copies one.
+        self._short = self._row[: HOST_SLOTS + 2]
+        self._short_rows = [row[: HOST_SLOTS + 2] for row in rows]
         self._overrides: dict[int, float] = {}
         for slot in slots.slots.values():
             if not slot.device_owned:
@@ -257,16 +262,19 @@ class Signals:
                 self._write_row(row)
 
     def _write_row(self, row: int) -> None:
-        words = self._row.view(np.uint32)
-        words[HOST_SLOTS] = len(self._overrides)
+        self._row_version[row] = self._version
+        if not self._overrides:
+            self._short_rows[row][:] = self._short
+            return
+        self._words[HOST_SLOTS] = len(self._overrides)
         for i, (slot, value) in enumerate(self._overrides.items()):
-            words[HOST_SLOTS + 2 + 2 * i] = slot
+            self._words[HOST_SLOTS + 2 + 2 * i] = slot
             self._row[HOST_SLOTS + 3 + 2 * i] = value
         self._rows[row] = self._row
-        self._row_version[row] = self._version
-        if self._overrides:  # they hold for one launch: every row, this one included, is to be written again
-            self._overrides.clear()
-            self._version += 1
+        # They hold for one launch: every row, this one included, is to be written again.
+        self._overrides.clear()
+        self._words[HOST_SLOTS] = 0
+        self._version += 1
 
     def _wait(self, needed: int) -> None:
         spins = 0

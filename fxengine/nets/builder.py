@@ -89,6 +89,7 @@ class StepBuilder:
         self.target_groups: list[TargetGroup] = []
         self._spectral: list[str] = []
         self.oracle_every = 0
+        self.signals_apart = False
         self._after_backward: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._mirrored: list[str] = []
@@ -100,14 +101,6 @@ class StepBuilder:
             self.counters = self.program.tensor("counters", (len(COUNTERS),), np.uint64, arena="counters")
             self._ring = self.program.tensor(
                 "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
-            )
-            gather.gather_signals(
-                self.program,
-                self._ring,
-                self.snapshot,
-                words=signal_rows.HOST_SLOTS,
-                counters=self.counters,
-                label="signals",
             )
 
     # -- declarations --------------------------------------------------------------------------------------------
@@ -260,6 +253,7 @@ class StepBuilder:
         unused = sorted(set(self._data) - set(self.inputs))
         if unused:
             raise ProgramError(f"data given for {unused}, but the step has inputs {sorted(self.inputs)}")
+        self._begin()
         self.tape.backward()
         for append in self._after_backward:
             append()
@@ -283,6 +277,20 @@ class StepBuilder:
             head=head,
             after=[*(g.params for g in self.groups), *(t.values for t in self.target_groups)],
         )
+
+    def _begin(self) -> None:
+        """The record that every other one comes after: this replay's signals."""
+        launches = self.program.launches
+        gather.gather_signals(
+            self.program,
+            self._ring,
+            self.snapshot,
+            words=signal_rows.HOST_SLOTS,
+            counters=self.counters,
+            apart=self.signals_apart,
+            label="signals",
+        )
+        launches.insert(0, launches.pop())
 
     def _fold_sums(self) -> list[step.Sum]:
         """Sums that only telemetry reads are left to the last node: each of them would be a record of its own."""

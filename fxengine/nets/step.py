@@ -53,6 +53,7 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
         _auxiliary_step(step, config)
         return
     _declare_groups(step, config)
+    step.signals_apart = True  # the step branches from its first level on
     batch = _inputs(step, config)
     at_s = Pass(step, trained=step.train)
     after = Pass(step, ".next")

@@ -25,7 +25,7 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 
 GATHER = Family("gather", "gather.cu", "fx_gather", "Gather", tiles=_tiles)
-#: The same kernel in a launch of its own: host memory is slow to read, and the batch need not wait for it.
+#: The same kernel in a launch of its own.
 SIGNALS = Family("signals", "gather.cu", "fx_gather", "Gather", tiles=_tiles, alone=True)
 
 
@@ -93,7 +93,7 @@ def gather(
 
 
 def gather_signals(
-    program: Program, ring: Tensor, signals: Tensor, *, words: int, counters: Tensor, label: str
+    program: Program, ring: Tensor, signals: Tensor, *, words: int, counters: Tensor, apart: bool = False, label: str
 ) -> None:
     """Append: copy this replay's row of the signal ring to the device snapshot.
 
@@ -105,6 +105,9 @@ def gather_signals(
             values, the others stay.
         words: number of slots that every row carries, at most 256.
         counters: uint64 [4].
+        apart: in a launch of its own instead of together with the batch. Host memory is slow to read; a step that has
+            side branches anyway need not make the batch wait for it, while in a chain one more branch costs the host
+            more than it saves.
         label: shown in tables.
 
     Raises:
@@ -121,7 +124,7 @@ def gather_signals(
             f"for {words} of them, got rows of {ring.shape[1]}"
         )
     program.launch(
-        SIGNALS,
+        SIGNALS if apart else GATHER,
         {
             "source": ring,
             "target": signals,
