@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,18 @@ from fxengine.checkpoint import Checkpoint
 from fxengine.config import StepConfig
 from fxengine.driver import Buffer, Device
 from fxengine.driver.errors import ClosedError
+from fxengine.evaluation import Evaluation
 from fxengine.graphs import Plan, StepGraph
 from fxengine.initialise import initial_value, unit_vector
 from fxengine.nets.builder import COUNTERS, Source, StepBuilder
 from fxengine.nets.step import specified_step
+from fxengine.parameters import Parameters
 from fxengine.signals import Signals
 from fxengine.staging import InputStaging
 from fxengine.telemetry import Report, Telemetry
 
 #: How linear products are computed: exactly in float32, or on tensor cores with float32 sums.
 PRECISIONS = ("fp32", "tf32", "bf16")
-
-#: Arenas that an evaluation shares with the step: what training leaves behind.
-_STATE_ARENAS = ("params", "grads", "adam_m", "adam_v", "fixed", "signals", "targets", "spectral")
 
 Definition: TypeAlias = Callable[[StepBuilder], None]
 
@@ -94,7 +93,7 @@ class Engine:
         self._owns_device = not isinstance(device, Device)
         self.device = device if isinstance(device, Device) else Device.open(device)
         self._closed = False
-        self._evaluations: dict[Any, _Evaluation] = {}
+        self._evaluations: dict[Any, Evaluation] = {}
         self._parameters: Parameters | None = None
         try:
             self._build(_as_definition(definition), _checked_data(data), groups, feed, guard)
@@ -184,7 +183,7 @@ class Engine:
         else:
             key = definition
         if key not in self._evaluations:
-            self._evaluations[key] = _Evaluation(self, definition)
+            self._evaluations[key] = Evaluation(self, definition)
         return self._evaluations[key].run(inputs)
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -218,6 +217,7 @@ class Engine:
             arrays[name] = self._read(self.plan.buffer(tensor))
         arrays["counters"] = self._read(self.plan.buffer("counters")).view(np.uint64)
         arrays["signals.device"] = self._read(self.plan.buffer(self.builder.snapshot))
+        arrays["signals.device"][: signal_rows.HOST_SLOTS] = 0.0  # each replay copies them; signals.host has them
         host = self.signals.as_dict()
         arrays["signals.host"] = np.array([host[n] for n in self.builder.signals.host_names], np.float32)
         return arrays
@@ -421,66 +421,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class Parameters(Mapping[str, NDArray[np.float32]]):
-    """Parameters of an engine by name. Reading copies from the device, assigning copies to it; both wait."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._buffers = engine._parameter_buffers()
-
-    def __getitem__(self, name: str) -> NDArray[np.float32]:
-        return self._engine._read(self._buffer(name))
-
-    def __setitem__(self, name: str, value: ArrayLike) -> None:
-        buffer = self._buffer(name)
-        array = np.asarray(value)
-        if array.shape != buffer.shape or array.dtype != np.float32:
-            raise ValueError(f"parameter '{name}' is float32 {buffer.shape}, got {array.dtype} {array.shape}")
-        self._engine._write(buffer, array)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._buffers)
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def _buffer(self, name: str) -> Buffer:
-        if name not in self._buffers:
-            raise KeyError(f"no parameter '{name}'; there are {', '.join(self._buffers)}")
-        return self._buffers[name]
-
-
-class _Evaluation:
-    """The forward of a step over given rows, with the parameters and signals of an engine."""
-
-    def __init__(self, engine: Engine, definition: Definition) -> None:
-        self._engine = engine
-        self._builder = StepBuilder(
-            engine.device.target, precision=engine.precision, groups=engine.builder.signals.groups, evaluation=True
-        )
-        definition(self._builder)
-        self._builder.finish()
-        self._plan = Plan(self._builder.program, engine.device, base=engine.plan, share=_STATE_ARENAS)
-        self._graph = self._plan.capture(stream=engine.stream)
-
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-        if set(inputs) != set(self._builder.inputs):
-            raise ValueError(f"inputs {sorted(inputs)} given, the step reads {sorted(self._builder.inputs)}")
-        for name, array in inputs.items():
-            self._engine._write(self._plan.buffer(self._builder.inputs[name]), np.asarray(array))
-        # Only a replay copies the host's signals to the snapshot that the forward reads.
-        host = self._engine.signals.current()
-        snapshot = self._engine.plan.buffer("signals")
-        self._engine._write(snapshot.view(0, host.shape, host.dtype), host)
-        self._graph.launch(stream=self._engine.stream)
-        values = self._engine._read(self._plan.buffer("telemetry.values")).view(np.float32)
-        return {name: float(values[i]) for i, name in enumerate(self._builder.reports)}
-
-    def close(self) -> None:
-        self._graph.close()
-        self._plan.close()
 
 
 def _as_definition(definition: StepConfig | Definition) -> Definition:
