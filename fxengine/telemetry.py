@@ -14,6 +14,10 @@ RING_ROWS = 64
 HEADER_WORDS = 6
 
 
+# Between two looks at the head the device would have to finish a whole ring of replays to take both rows away.
+_ATTEMPTS = 3
+
+
 @dataclass(frozen=True)
 class Report(Mapping[str, float]):
     """One finished replay. A mapping from telemetry name to value, plus the counters.
@@ -82,14 +86,13 @@ class Telemetry:
         return int(self._head[0])
 
     def latest(self) -> Report | None:
-        """Report of the newest finished replay, or None before the first. Never blocks."""
-        while True:
+        """Report of the newest finished replay, or None before the first of this engine. Never blocks."""
+        for _ in range(_ATTEMPTS):
             head = self.finished()
-            if head == 0:
-                return None
-            report = self._read(head) or (self._read(head - 1) if head > 1 else None)
+            report = self._read(head) or self._read(head - 1)  # the head may be seen shortly before its row
             if report is not None:
                 return report
+        return None
 
     def since(self, replay: int) -> list[Report]:
         """Reports of the finished replays after number `replay`, oldest first, as far as the ring still holds them."""
@@ -99,7 +102,9 @@ class Telemetry:
         return [r for r in reports if r is not None]
 
     def _read(self, replay: int) -> Report | None:
-        """The row of a replay; None if it is not there yet, or overwritten meanwhile."""
+        """The row of a replay; None if it is not there (yet), or overwritten meanwhile."""
+        if replay < 1:
+            return None
         row = self._rows[(replay - 1) % len(self._rows), : HEADER_WORDS + len(self.names)].copy()
         if (row[:, 1] != replay & 0xFFFFFFFF).any():
             return None

@@ -125,6 +125,7 @@ def test_a_resumed_run_has_the_same_bits(device: Device, tmp_path: Path) -> None
         straight = run(engine, 5)
     with Engine.load(path, device=device, data=rows(100)) as resumed:
         assert resumed.config == CONFIG
+        assert resumed.telemetry() is None, "the replays so far were another engine's"
         assert run(resumed, 5) == straight
 
 
