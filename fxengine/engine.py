@@ -21,8 +21,9 @@ from fxengine.driver.errors import ClosedError
 from fxengine.evaluation import Evaluation
 from fxengine.graphs import Plan, StepGraph
 from fxengine.initialise import initial_value, unit_vector
-from fxengine.nets.builder import COUNTERS, Source, StepBuilder
+from fxengine.nets.builder import Source, StepBuilder
 from fxengine.nets.step import specified_step
+from fxengine.ops.step import COUNTERS
 from fxengine.parameters import Parameters
 from fxengine.signals import Signals
 from fxengine.staging import InputStaging
@@ -122,10 +123,8 @@ class Engine:
         if self._closed:
             raise ClosedError("the engine is closed")
         every = self._oracle_every
-        if decompose or (every and self._submitted % every == every - 1):
-            variant = self._variant(decompose)
-        else:
-            variant = self._plain
+        oracles = bool(every) and self._submitted % every == every - 1
+        variant = self._variant(decompose, oracles) if decompose or oracles else self._plain
         self.signals.publish(self._submitted)
         if captured:
             variant.replay()
@@ -191,7 +190,7 @@ class Engine:
     @property
     def graph(self) -> StepGraph:
         """The captured step: `graph.census()`, `graph.table()`, `graph.dot()`."""
-        return self._graph
+        return self._plain.graph
 
     @property
     def params(self) -> Parameters:
@@ -318,11 +317,11 @@ class Engine:
         self._oracle_every = builder.oracle_every
         self.stream = self.device.stream()
         self.plan = Plan(builder.program, self.device, guard=guard)
-        self._graph = self.plan.capture(stream=self.stream)
-        self._plain = _Variant(self.plan, self._graph, partial(self._graph.launch, stream=self.stream))
+        graph = self.plan.capture(stream=self.stream)
+        self._plain = _Variant(self.plan, graph, partial(graph.launch, stream=self.stream))
         self._variants = {(False, False): self._plain}
         if self._oracle_every:
-            self._prepare(decompose=False, oracles=True)  # now, so that no step of a run pays for it
+            self._variant(decompose=False, oracles=True)  # now, so that no step of a run pays for it
 
         row = telemetry_rows.row_bytes(len(builder.reported))
         self._telemetry = Telemetry(
@@ -344,12 +343,8 @@ class Engine:
             {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in data},
         )
 
-    def _variant(self, decompose: bool) -> _Variant:
-        """The graph for the next replay: other records over the same memory."""
-        every = self._oracle_every
-        return self._prepare(decompose, bool(every) and self._submitted % every == every - 1)
-
-    def _prepare(self, decompose: bool, oracles: bool) -> _Variant:
+    def _variant(self, decompose: bool, oracles: bool) -> _Variant:
+        """Another graph for a replay: other records over the same memory; captured when first asked for."""
         key = decompose, oracles
         if key not in self._variants:
             builder = self._declare(decompose=decompose, oracles=oracles)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fxengine.ops.step import HEADER_WORDS
+
 #: Rows of the telemetry ring.
 RING_ROWS = 64
-#: Words before the values of a row: t, skipped steps and the mask of non-finite groups, two words each.
-HEADER_WORDS = 6
 
 
 # Between two looks at the head the device would have to finish a whole ring of replays to take both rows away.

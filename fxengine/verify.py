@@ -22,7 +22,7 @@ import numpy as np
 from fxengine.driver import Device
 from fxengine.engine import Engine
 from fxengine.golden import LIMITS, Array, GoldenFile, GoldenFileError, Limits, clear_choices, update_error
-from fxengine.nets.builder import COUNTERS
+from fxengine.ops.step import COUNTERS
 from fxengine.signals import BOUND_FAMILIES
 
 #: Result kinds whose update is measured too, and the smallest reference update that counts as one.

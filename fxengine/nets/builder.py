@@ -23,8 +23,6 @@ from fxengine.train.oracles import oracles
 from fxengine.train.spectral import spectral_norm
 from fxengine.train.targets import TargetGroup, polyak
 
-#: Words of the device-side counters: replays finished, Adam step t, skipped steps, RNG seed.
-COUNTERS = ("replays", "step", "skipped", "seed")
 #: Philox stream of the batch indices.
 BATCH_STREAM = 1
 #: Telemetry values a step can report.
@@ -98,7 +96,7 @@ class StepBuilder:
         self.snapshot = self.program.tensor("signals", (signal_rows.SLOTS,), arena="signals")
         self._reports = self.program.tensor("telemetry.values", (_REPORT_SLOTS,), np.float32, arena=ZEROED)
         if self.train:
-            self.counters = self.program.tensor("counters", (len(COUNTERS),), np.uint64, arena="counters")
+            self.counters = step.declare_counters(self.program, arena="counters")
             self._ring = self.program.tensor(
                 "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
             )

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.graphs.program import Launch, ProgramError
 from fxengine.ops import linear
+from fxengine.ops.checks import describe, expect
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -142,13 +143,15 @@ def forward(
     """
     label = label or x.name
     batch, features, attn = _sizes(label, "state", state, tokens, w_o)
-    _expect(label, "x", x, state.shape, f"state is {_shape(state)}")
+    expect(f"attention '{label}'", "x", x, state.shape, f"state is {describe(state)}")
     for role, weight in (("w_q", w_q), ("w_k", w_k), ("w_val", w_val)):
-        _expect(label, role, weight, (attn, features), f"w_o is {_shape(w_o)}", gaps=False)
+        expect(f"attention '{label}'", role, weight, (attn, features), f"w_o is {describe(w_o)}", gaps=False)
     if live is not None:
-        _expect(label, "live", live, (batch,), f"state is {_shape(state)}")
+        expect(f"attention '{label}'", "live", live, (batch,), f"state is {describe(state)}")
     if x.region().overlaps(state.region()):
-        raise ProgramError(f"attention '{label}': x {_shape(x)} overlaps state {_shape(state)}; give it its own memory")
+        raise ProgramError(
+            f"attention '{label}': x {describe(x)} overlaps state {describe(state)}; give it its own memory"
+        )
     sizes = (tokens, features, attn)
     samples = _samples(label, program.target, batch, forward_floats(*sizes), samples, by_token=_by_token(*sizes))
     _expect_saved(label, saved, batch * tokens, tokens, attn)
@@ -206,7 +209,14 @@ def backward(
     rows = batch * tokens
     _expect_saved(label, saved, rows, tokens, attn)
     for role, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
-        _expect(label, role, grad, (rows, attn), f"dx is {_shape(dx)} and w_o is {_shape(w_o)}", gaps=False)
+        expect(
+            f"attention '{label}'",
+            role,
+            grad,
+            (rows, attn),
+            f"dx is {describe(dx)} and w_o is {describe(w_o)}",
+            gaps=False,
+        )
     sizes = (tokens, features, attn)
     samples = _samples(label, program.target, batch, backward_floats(*sizes), samples, by_token=_by_token(*sizes))
     scratch: dict[str, Tensor] = {}
@@ -357,14 +367,21 @@ def _sizes(label: str, role: str, flat: Tensor, tokens: int, w_o: Tensor) -> tup
     """Batch, features and attention width, from [B, T·F] and w_o [F, A]."""
     if len(flat.shape) != 2 or flat.dtype != np.float32 or tokens < 1 or flat.shape[1] % tokens:
         raise ProgramError(
-            f"attention '{label}': {role} is {_shape(flat)} of {flat.dtype}, "
+            f"attention '{label}': {role} is {describe(flat)} of {flat.dtype}, "
             f"expected float32 [B, T·F] with T = tokens = {tokens}"
         )
     features = flat.shape[1] // tokens
     if len(w_o.shape) != 2:
-        raise ProgramError(f"attention '{label}': w_o is {_shape(w_o)}, expected [{features}, A]")
+        raise ProgramError(f"attention '{label}': w_o is {describe(w_o)}, expected [{features}, A]")
     attn = w_o.shape[1]
-    _expect(label, "w_o", w_o, (features, attn), f"{role} is {_shape(flat)} of {tokens} tokens", gaps=False)
+    expect(
+        f"attention '{label}'",
+        "w_o",
+        w_o,
+        (features, attn),
+        f"{role} is {describe(flat)} of {tokens} tokens",
+        gaps=False,
+    )
     return flat.shape[0], features, attn
 
 
@@ -373,17 +390,11 @@ def _expect_saved(label: str, saved: Saved | None, rows: int, tokens: int, attn:
         return
     for role in "qkvpo":
         shape = (rows, tokens if role == "p" else attn)
-        _expect(label, f"saved.{role}", getattr(saved, role), shape, f"there are {rows} tokens in all", gaps=False)
-
-
-def _expect(label: str, role: str, t: Tensor, shape: tuple[int, ...], because: str, *, gaps: bool = True) -> None:
-    if t.shape != shape or t.dtype != np.float32:
-        raise ProgramError(
-            f"attention '{label}': {role} is {_shape(t)} of {t.dtype}, expected float32 {list(shape)}: {because}"
+        expect(
+            f"attention '{label}'",
+            f"saved.{role}",
+            getattr(saved, role),
+            shape,
+            f"there are {rows} tokens in all",
+            gaps=False,
         )
-    if not gaps and not t.contiguous:
-        raise ProgramError(f"attention '{label}': {role} {_shape(t)} has gaps between its rows, expected none")
-
-
-def _shape(t: Tensor) -> str:
-    return f"'{t.name}' {list(t.shape)}"

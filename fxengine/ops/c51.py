@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
-from fxengine.ops.dueling import Heads, atom_spacing, matrix, reference_dueling, require
+from fxengine.ops.checks import matrix, require
+from fxengine.ops.dueling import Heads, atom_spacing, reference_dueling
 from fxengine.ops.reduce import sum_partials
 
 #: Most branches that a record describes and a block works on.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
+from fxengine.ops.checks import require
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
@@ -71,10 +72,10 @@ def crossentropy(
     if len(logits.shape) != 2 or logits.dtype != np.float32 or logits.shape[1] < 2:
         raise ValueError(f"'{name}': logits must be float32 [B, C >= 2], got {logits.dtype} {logits.shape}")
     rows, classes = logits.shape
-    _require(dlogits, np.float32, (rows, classes), "dlogits", name)
-    _require(probabilities, np.float32, (rows, classes), "probabilities", name)
-    _require(labels, np.int32, (rows,), "labels", name)
-    _require(weight, np.float32, (1,), "weight", name)
+    require(dlogits, np.float32, (rows, classes), "dlogits", name)
+    require(probabilities, np.float32, (rows, classes), "probabilities", name)
+    require(labels, np.int32, (rows,), "labels", name)
+    require(weight, np.float32, (1,), "weight", name)
     if wire is not None and (classes != 2 or wire.dtype != np.float32 or wire.shape not in ((rows,), (rows, 1))):
         raise ValueError(
             f"'{name}': wire must be float32 ({rows},) or ({rows}, 1) of two-class logits, "
@@ -126,11 +127,6 @@ def crossentropy(
 def _lanes(classes: int) -> int:
     """Lanes of a warp that share a row."""
     return 2 if classes <= 2 else 8 if classes <= 16 else 32
-
-
-def _require(tensor: Tensor | None, dtype: type[np.generic], shape: tuple[int, ...], name: str, label: str) -> None:
-    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
-        raise ValueError(f"'{label}': {name} must be {np.dtype(dtype)} {shape}, got {tensor.dtype} {tensor.shape}")
 
 
 @dataclass(frozen=True)

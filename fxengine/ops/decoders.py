@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
-from fxengine.ops.dueling import matrix, require
+from fxengine.ops.checks import matrix, require
 from fxengine.ops.reduce import sum_partials
 
 # About this many elements make a tile of the ensemble loss.

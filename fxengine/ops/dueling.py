@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
+from fxengine.ops.checks import matrix, require
 
 #: Most atoms that the kernels hold in the registers of a warp.
 MAX_ATOMS = 256
@@ -135,19 +136,6 @@ def atom_spacing(atoms: int, v_min: float, v_max: float, label: str) -> float:
     if not (math.isfinite(v_min) and math.isfinite(v_max) and v_min < v_max):
         raise ProgramError(f"'{label}': v_min {v_min} must be finite and below v_max {v_max}")
     return (v_max - v_min) / (atoms - 1)
-
-
-def matrix(tensor: Tensor, name: str, label: str) -> tuple[int, int]:
-    """Rows and columns of a float32 matrix; raises ProgramError if it is none."""
-    if len(tensor.shape) != 2 or tensor.dtype != np.float32:
-        raise ProgramError(f"'{label}': {name} must be a float32 matrix, got {tensor.dtype} {tensor.shape}")
-    return tensor.shape[0], tensor.shape[1]
-
-
-def require(tensor: Tensor | None, dtype: type[np.generic], shape: tuple[int, ...], name: str, label: str) -> None:
-    """Raise ProgramError unless the tensor is absent or has this dtype and shape."""
-    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
-        raise ProgramError(f"'{label}': {name} must be {np.dtype(dtype)} {shape}, got {tensor.dtype} {tensor.shape}")
 
 
 @dataclass(frozen=True)

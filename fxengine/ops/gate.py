@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
+from fxengine.ops.checks import require_as
 
 #: State of the gate, in the order of the record.
 GATE_STATE = (
@@ -66,10 +67,10 @@ def produce(
         ValueError: shapes or dtypes do not fit; the message shows both sides.
     """
     rows = _logit_rows(logits, label)
-    _require(labels, (rows,), "labels", f"logits are {logits.shape}", label, np.int32)
+    require_as(labels, (rows,), "labels", f"logits are {logits.shape}", label, np.int32)
     if len(q0.shape) != 2:
         raise ValueError(f"'{label}': q0 must be float32 [{rows}, n_0], got {q0.dtype} {q0.shape}")
-    _require(q0, (rows, q0.shape[1]), "q0", f"logits are {logits.shape}", label)
+    require_as(q0, (rows, q0.shape[1]), "q0", f"logits are {logits.shape}", label)
     state = [_slot(signal, name, label) for name in GATE_STATE]
     signals = [_slot(signal, name, label) for name in GATE_SIGNALS]
     direction = q0 if q0.shape[1] == 3 else None
@@ -106,7 +107,7 @@ def update_readiness(program: Program, loss: Tensor, *, signal: Lookup, label: s
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _require(loss, (1,), "loss", "it is one number", label)
+    require_as(loss, (1,), "loss", "it is one number", label)
     beta, warmup = (_slot(signal, name, label) for name in READINESS_SIGNALS)
     seen, ema, ref, readiness = state = [_slot(signal, name, label) for name in READINESS_STATE]
     program.launch(
@@ -143,10 +144,10 @@ def wire_backward(
         ValueError: shapes or dtypes do not fit; the message shows both sides.
     """
     rows = _logit_rows(logits, label)
-    _require(dlogits, (rows, 2), "dlogits", f"logits are {logits.shape}", label)
-    _require(alpha, (1,), "alpha", "it is one number", label)
+    require_as(dlogits, (rows, 2), "dlogits", f"logits are {logits.shape}", label)
+    require_as(alpha, (1,), "alpha", "it is one number", label)
     column = (rows, 1) if len(dwire.shape) == 2 else (rows,)
-    _require(dwire, column, "dwire", f"logits are {logits.shape}", label)
+    require_as(dwire, column, "dwire", f"logits are {logits.shape}", label)
     program.launch(
         WIRE_BACKWARD,
         {
@@ -253,19 +254,5 @@ def _logit_rows(logits: Tensor, label: str) -> int:
 
 def _slot(signal: Lookup, name: str, label: str) -> Tensor:
     slot = signal(name)
-    _require(slot, (1,), f"signal '{name}'", "it is one number", label)
+    require_as(slot, (1,), f"signal '{name}'", "it is one number", label)
     return slot
-
-
-def _require(
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    role: str,
-    because: str,
-    label: str,
-    dtype: type[np.generic] = np.float32,
-) -> None:
-    if tensor.dtype != dtype or tensor.shape != shape:
-        raise ValueError(
-            f"'{label}': {role} must be {np.dtype(dtype)} {shape}, as {because}; got {tensor.dtype} {tensor.shape}"
-        )

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.graphs.program import Launch, ProgramError, Value
+from fxengine.ops.checks import describe, expect, separate
 from fxengine.ops.elementwise import reference_slope
 from fxengine.ops.linear import ACTIVATION_CODES, Activation
 
@@ -88,13 +89,13 @@ def forward(
     """
     label = label or h.name
     rows, width = _matrix(label, "h", h)
-    because = f"h is {_shape(h)}"
-    _expect(label, "g", g, (rows, 2 * width), because)
-    _expect(label, "skip", skip, (rows, width), because)
-    _expect(label, "gain", gain, (width,), because)
-    _expect(label, "bias", bias, (width,), because)
-    _expect_stats(label, stats, rows, because)
-    _separate(label, "h", h, g=g, skip=skip)
+    because = f"h is {describe(h)}"
+    expect(f"glunorm '{label}'", "g", g, (rows, 2 * width), because)
+    expect(f"glunorm '{label}'", "skip", skip, (rows, width), because)
+    expect(f"glunorm '{label}'", "gain", gain, (width,), because)
+    expect(f"glunorm '{label}'", "bias", bias, (width,), because)
+    expect(f"glunorm '{label}'", "stats", stats, (rows, 2), because, gaps=False)
+    separate(f"glunorm '{label}'", "h", h, g=g, skip=skip)
     fields = {
         "g": g,
         "skip": skip,
@@ -158,17 +159,17 @@ def backward(
     """
     label = label or dh.name
     rows, width = _matrix(label, "dh", dh)
-    because = f"dh is {_shape(dh)}"
+    because = f"dh is {describe(dh)}"
     for role, t, columns in (
         ("g", g, 2 * width),
         ("skip", skip, width),
         ("dg", dg, 2 * width),
         ("dskip", dskip, width),
     ):
-        _expect(label, role, t, (rows, columns), because)
+        expect(f"glunorm '{label}'", role, t, (rows, columns), because)
     for role, t in (("gain", gain), ("dgain", dgain), ("dbias", dbias)):
-        _expect(label, role, t, (width,), because)
-    _expect_stats(label, stats, rows, because)
+        expect(f"glunorm '{label}'", role, t, (width,), because)
+    expect(f"glunorm '{label}'", "stats", stats, (rows, 2), because, gaps=False)
     if activation not in ACTIVATION_CODES:
         raise ProgramError(
             f"glunorm '{label}': unknown activation {activation!r}, expected one of {sorted(ACTIVATION_CODES)}"
@@ -177,8 +178,8 @@ def backward(
         raise ProgramError(f"glunorm '{label}': dgain and dbias go together, got only one of them; pass both or none")
     if dskip is None and (accumulate or activation != "none"):
         raise ProgramError(f"glunorm '{label}': accumulate and activation concern dskip, which is not given")
-    _separate(label, "dg", dg, dh=dh, g=g, skip=skip, dskip=dskip)
-    _separate(label, "dskip", dskip, dh=dh, g=g, skip=skip)
+    separate(f"glunorm '{label}'", "dg", dg, dh=dh, g=g, skip=skip, dskip=dskip)
+    separate(f"glunorm '{label}'", "dskip", dskip, dh=dh, g=g, skip=skip)
     tile_rows = tile_rows or _tile_rows(rows, program.target.sm_count)
     tiles = -(-rows // tile_rows)
     partials = None
@@ -231,8 +232,8 @@ def columnsum(
     """
     label = label or out.name
     rows, cols = _matrix(label, "x", x)
-    _expect(label, "out", out, (cols,), f"x is {_shape(x)}")
-    _separate(label, "out", out, x=x)
+    expect(f"glunorm '{label}'", "out", out, (cols,), f"x is {describe(x)}")
+    separate(f"glunorm '{label}'", "out", out, x=x)
     fields: dict[str, Value] = {
         "x": x,
         "out": out,
@@ -305,33 +306,7 @@ def _tile_rows(rows: int, sm_count: int) -> int:
     return min(_MAX_TILE_ROWS, _ROWS * max(1, -(-rows // (_ROWS * 2 * sm_count))))
 
 
-def _shape(t: Tensor) -> str:
-    return f"'{t.name}' {list(t.shape)}"
-
-
 def _matrix(label: str, role: str, t: Tensor) -> tuple[int, int]:
     if len(t.shape) != 2 or t.dtype != np.float32:
-        raise ProgramError(f"glunorm '{label}': {role} is {_shape(t)} of {t.dtype}, expected a float32 matrix")
+        raise ProgramError(f"glunorm '{label}': {role} is {describe(t)} of {t.dtype}, expected a float32 matrix")
     return t.shape[0], t.shape[1]
-
-
-def _expect(label: str, role: str, t: Tensor | None, shape: tuple[int, ...], because: str) -> None:
-    if t is not None and (t.shape != shape or t.dtype != np.float32):
-        raise ProgramError(
-            f"glunorm '{label}': {role} is {_shape(t)} of {t.dtype}, expected float32 {list(shape)}: {because}"
-        )
-
-
-def _expect_stats(label: str, stats: Tensor | None, rows: int, because: str) -> None:
-    _expect(label, "stats", stats, (rows, 2), because)
-    if stats is not None and not stats.contiguous:
-        raise ProgramError(f"glunorm '{label}': stats {_shape(stats)} has gaps between its rows, expected none")
-
-
-def _separate(label: str, role: str, written: Tensor | None, **read: Tensor | None) -> None:
-    """Refuse a result that overlaps what other threads still read."""
-    for name, t in read.items():
-        if written is not None and t is not None and written.region().overlaps(t.region()):
-            raise ProgramError(
-                f"glunorm '{label}': {role} {_shape(written)} overlaps {name} {_shape(t)}; give it memory of its own"
-            )

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
+from fxengine.ops.checks import require_as
 from fxengine.ops.reduce import sum_partials
 
 #: Most branches that the loss works on.
@@ -68,7 +69,7 @@ def cosines(program: Program, tau: Tensor, out: Tensor, *, label: str | None = N
     if tau.dtype != np.float32 or not tau.contiguous:
         raise ValueError(f"'{label}': tau must be float32 without gaps, got {tau.dtype} {tau.shape}, stride {tau.ld}")
     cols = _columns(out, "out", label)
-    _require(out, (tau.size, cols), "out", f"tau is {tau.shape}", label)
+    require_as(out, (tau.size, cols), "out", f"tau is {tau.shape}", label)
     program.launch(
         COSINES,
         {
@@ -100,7 +101,7 @@ def mix(program: Program, phi: Tensor, h2: Tensor, x: Tensor, *, label: str | No
     """
     label = label or x.name
     rows, quantiles, cols = _mixed(phi, h2, label)
-    _require(x, phi.shape, "x", f"phi is {phi.shape}", label)
+    require_as(x, phi.shape, "x", f"phi is {phi.shape}", label)
     program.launch(
         MIX,
         {
@@ -153,11 +154,11 @@ def mix_backward(
     """
     label = label or dphi.name
     rows, quantiles, cols = _mixed(phi, h2, label)
-    _require(dx, phi.shape, "dx", f"phi is {phi.shape}", label)
-    _require(dphi, phi.shape, "dphi", f"phi is {phi.shape}", label)
-    _require(dh2, h2.shape, "dh2", f"h2 is {h2.shape}", label)
-    _require(weight, (1,), "weight", "it is read as one number", label)
-    _require(readiness, (1,), "readiness", "it is read as one number", label)
+    require_as(dx, phi.shape, "dx", f"phi is {phi.shape}", label)
+    require_as(dphi, phi.shape, "dphi", f"phi is {phi.shape}", label)
+    require_as(dh2, h2.shape, "dh2", f"h2 is {h2.shape}", label)
+    require_as(weight, (1,), "weight", "it is read as one number", label)
+    require_as(readiness, (1,), "readiness", "it is read as one number", label)
     if dh2 is not None and (weight is None or readiness is None):
         raise ValueError(f"'{label}': dh2 needs weight and readiness")
     program.launch(
@@ -238,16 +239,16 @@ def loss(
     rows, quantiles = tau.shape
     targets = theta_target.shape[0] // rows
     because = f"tau is {tau.shape} and branches are {tuple(branches)}"
-    _require(tau, (rows, quantiles), "tau", because, name)
-    _require(theta, (rows * quantiles, actions_total), "theta", because, name)
-    _require(theta_target, (rows * max(1, targets), actions_total), "theta_target", because, name)
+    require_as(tau, (rows, quantiles), "tau", because, name)
+    require_as(theta, (rows * quantiles, actions_total), "theta", because, name)
+    require_as(theta_target, (rows * max(1, targets), actions_total), "theta_target", because, name)
     for role, tensor in (("actions", actions), ("best", best)):
-        _require(tensor, (rows, count), role, because, name, np.int32)
+        require_as(tensor, (rows, count), role, because, name, np.int32)
     for role, tensor in (("reward", reward), ("discount", discount), ("weight", weight)):
-        _require(tensor, (rows,), role, because, name)
-    _require(dtheta, theta.shape, "dtheta", f"theta is {theta.shape}", name)
-    _require(loss, (1,), "loss", "it is one number", name)
-    _require(theta_mean, (rows, count), "theta_mean", because, name)
+        require_as(tensor, (rows,), role, because, name)
+    require_as(dtheta, theta.shape, "dtheta", f"theta is {theta.shape}", name)
+    require_as(loss, (1,), "loss", "it is one number", name)
+    require_as(theta_mean, (rows, count), "theta_mean", because, name)
 
     divisor = rows * count * targets * kappa
     partials = None
@@ -381,20 +382,6 @@ def _mixed(phi: Tensor, h2: Tensor, label: str) -> tuple[int, int, int]:
     cols = _columns(h2, "h2", label)
     rows = h2.shape[0]
     quantiles = max(1, phi.shape[0] // rows)
-    _require(h2, (rows, cols), "h2", "it is the state's features", label)
-    _require(phi, (rows * quantiles, cols), "phi", f"h2 is {h2.shape}", label)
+    require_as(h2, (rows, cols), "h2", "it is the state's features", label)
+    require_as(phi, (rows * quantiles, cols), "phi", f"h2 is {h2.shape}", label)
     return rows, quantiles, cols
-
-
-def _require(
-    tensor: Tensor | None,
-    shape: tuple[int, ...],
-    role: str,
-    because: str,
-    label: str,
-    dtype: type[np.generic] = np.float32,
-) -> None:
-    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
-        raise ValueError(
-            f"'{label}': {role} must be {np.dtype(dtype)} {shape}, as {because}; got {tensor.dtype} {tensor.shape}"
-        )

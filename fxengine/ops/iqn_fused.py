@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.ops import iqn, linear
+from fxengine.ops.checks import require_as
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -162,8 +163,8 @@ def forward(
     label = label or theta.name
     sizes = weights.sizes
     rows, quantiles = _check(program, tau, h2, weights, label)
-    _require(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
-    _require(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
+    require_as(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
+    require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
     # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.
     height = 32 if quantiles % 32 == 0 and rows > _WARPS * 16 * room else 16
@@ -235,7 +236,7 @@ def backward(
         ("weight", weight, (1,)),
         ("readiness", readiness, (1,)),
     ):
-        _require(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
+        require_as(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
     if dh2 is not None and (weight is None or readiness is None):
         raise ValueError(f"'{name}': dh2 needs weight and readiness")
     columns = backward_columns(program.target, program.precision, sizes, quantiles)
@@ -289,7 +290,7 @@ def backward(
         (weights.w_iq1, weights.w_phi, weights.b_phi, weights.b_iq1),
         strict=True,
     ):
-        _require(gradient, parameter.shape, role, f"the parameter is {parameter.shape}", name)
+        require_as(gradient, parameter.shape, role, f"the parameter is {parameter.shape}", name)
     program.launch(
         GRADIENTS,
         {
@@ -437,7 +438,7 @@ def _check(program: Program, tau: Tensor, h2: Tensor, weights: Weights, label: s
     if len(tau.shape) != 2 or tau.dtype != np.float32 or not tau.contiguous:
         raise ValueError(f"'{label}': tau must be float32 [B, N] without gaps, got {tau.dtype} {tau.shape}")
     because = f"the parameters are {sizes}"
-    _require(h2, (tau.shape[0], sizes.features), "h2", f"tau is {tau.shape} and {because}", label)
+    require_as(h2, (tau.shape[0], sizes.features), "h2", f"tau is {tau.shape} and {because}", label)
     for role, shape in (
         ("w_phi", (sizes.features, sizes.cosines)),
         ("b_phi", (sizes.features,)),
@@ -446,18 +447,13 @@ def _check(program: Program, tau: Tensor, h2: Tensor, weights: Weights, label: s
         ("w_iq2", (sizes.outputs, sizes.width)),
         ("b_iq2", (sizes.outputs,)),
     ):
-        _require(getattr(weights, role), shape, role, because, label)
+        require_as(getattr(weights, role), shape, role, because, label)
     if not fits(program.target, program.precision, sizes):
         raise ValueError(
             f"'{label}': {sizes} in {program.precision} on {program.target} is not for the fused kernels (see fits); "
             "use the separate layers"
         )
     return tau.size, tau.shape[1]
-
-
-def _require(tensor: Tensor | None, shape: tuple[int, ...], role: str, because: str, label: str) -> None:
-    if tensor is not None and (tensor.dtype != np.float32 or tensor.shape != shape):
-        raise ValueError(f"'{label}': {role} must be float32 {shape}, as {because}; got {tensor.dtype} {tensor.shape}")
 
 
 def _parameters(weights: Weights) -> dict[str, Tensor | int]:

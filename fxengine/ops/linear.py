@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
+from fxengine.ops.checks import describe, separate
 from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile
 
 if TYPE_CHECKING:
@@ -109,13 +110,13 @@ def forward(
     label = label or y.name
     x1, x2 = _pair(x)
     m, n = _matrix(label, "y", y)
-    k = _input_columns(label, x1, x2, m, f"y is {_shape(y)}")
-    _expect(label, "w", w, (n, k), f"x is {_shapes(x1, x2)} and y is {_shape(y)}")
-    _expect(label, "b", b, (n,), f"y is {_shape(y)}")
+    k = _input_columns(label, x1, x2, m, f"y is {describe(y)}")
+    _expect(label, "w", w, (n, k), f"x is {_shapes(x1, x2)} and y is {describe(y)}")
+    _expect(label, "b", b, (n,), f"y is {describe(y)}")
     code = _activation(label, activation)
     if accumulate and code:
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
-    _separate(label, "y", y, x=x1, x2=x2)
+    separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     fields = {
         **_operand("x", x1),
         **_operand("x2", x2),
@@ -179,15 +180,15 @@ def backward_dx(
     for i, (dy_i, w_i, scale_i) in enumerate(sources):
         suffix = f"[{i}]" if len(sources) > 1 else ""
         n = _matrix(label, f"dy{suffix}", dy_i)[1]
-        _expect(label, f"dy{suffix}", dy_i, (m, n), f"dx is {_shape(dx)}")
-        _expect(label, f"w{suffix}", w_i, (n, k), f"dy{suffix} is {_shape(dy_i)} and dx is {_shape(dx)}")
+        _expect(label, f"dy{suffix}", dy_i, (m, n), f"dx is {describe(dx)}")
+        _expect(label, f"w{suffix}", w_i, (n, k), f"dy{suffix} is {describe(dy_i)} and dx is {describe(dx)}")
         _expect(label, f"scale{suffix}", scale_i, (1,), "it is read as one number")
-        _separate(label, "dx", dx, **{f"dy{suffix}": dy_i})
+        separate(f"linear '{label}'", "dx", dx, **{f"dy{suffix}": dy_i})
         widths.append(n)
     code = _activation(label, activation)
     if code and x is None:
         raise ProgramError(f"linear '{label}': activation={activation!r} is the one that made x; pass x as well")
-    _expect(label, "x", x, (m, k), f"dx is {_shape(dx)}")
+    _expect(label, "x", x, (m, k), f"dx is {describe(dx)}")
     if not code:
         x = None
     fields = {
@@ -247,10 +248,10 @@ def backward_dw(
     label = label or dw.name
     x1, x2 = _pair(x)
     m, n = _matrix(label, "dy", dy)
-    k = _input_columns(label, x1, x2, m, f"dy is {_shape(dy)}")
-    _expect(label, "dw", dw, (n, k), f"dy is {_shape(dy)} and x is {_shapes(x1, x2)}")
-    _expect(label, "db", db, (n,), f"dy is {_shape(dy)}")
-    _separate(label, "dw", dw, dy=dy, x=x1, x2=x2, db=db)
+    k = _input_columns(label, x1, x2, m, f"dy is {describe(dy)}")
+    _expect(label, "dw", dw, (n, k), f"dy is {describe(dy)} and x is {_shapes(x1, x2)}")
+    _expect(label, "db", db, (n,), f"dy is {describe(dy)}")
+    separate(f"linear '{label}'", "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
     name, wanted = choose_dw(program.target, n, columns, m, _tile(label, mode, tile), precision=mode)
@@ -387,17 +388,13 @@ def _sources(
     return list(zip(dys, ws, factors, strict=True))
 
 
-def _shape(t: Tensor) -> str:
-    return f"'{t.name}' {list(t.shape)}"
-
-
 def _shapes(*tensors: Tensor | None) -> str:
-    return " beside ".join(_shape(t) for t in tensors if t is not None)
+    return " beside ".join(describe(t) for t in tensors if t is not None)
 
 
 def _matrix(label: str, role: str, t: Tensor) -> tuple[int, int]:
     if len(t.shape) != 2:
-        raise ProgramError(f"linear '{label}': {role} is {_shape(t)}, expected a matrix; reshape it")
+        raise ProgramError(f"linear '{label}': {role} is {describe(t)}, expected a matrix; reshape it")
     return t.shape[0], t.shape[1]
 
 
@@ -405,9 +402,9 @@ def _expect(label: str, role: str, t: Tensor | None, shape: tuple[int, ...], bec
     if t is None:
         return
     if t.shape != shape:
-        raise ProgramError(f"linear '{label}': {role} is {_shape(t)}, expected {list(shape)}: {because}")
+        raise ProgramError(f"linear '{label}': {role} is {describe(t)}, expected {list(shape)}: {because}")
     if t.dtype != np.float32:
-        raise ProgramError(f"linear '{label}': {role} is {_shape(t)} of {t.dtype}, expected float32")
+        raise ProgramError(f"linear '{label}': {role} is {describe(t)} of {t.dtype}, expected float32")
 
 
 def _input_columns(label: str, x1: Tensor, x2: Tensor | None, rows: int, because: str) -> int:
@@ -445,15 +442,6 @@ def _tile(label: str, mode: str, tile: str | None) -> str | None:
     if tile is not None and tile not in TILES[mode]:
         raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(TILES[mode])} in {mode}")
     return tile
-
-
-def _separate(label: str, role: str, written: Tensor, **read: Tensor | None) -> None:
-    """Refuse a result that overlaps what other blocks still read."""
-    for name, t in read.items():
-        if t is not None and written.region().overlaps(t.region()):
-            raise ProgramError(
-                f"linear '{label}': {role} {_shape(written)} overlaps {name} {_shape(t)}; give it memory of its own"
-            )
 
 
 def _operand(name: str, t: Tensor | None) -> dict[str, Tensor | int]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from fxengine.graphs import CONSTANTS, Family, Program, Tensor
 
-#: Places of the counters.
-REPLAYS, ADAM_STEP, SKIPPED, SEED = range(4)
+#: Words of the device-side counters, uint64 each: replays finished, Adam step t, skipped steps, RNG seed.
+COUNTERS = ("replays", "step", "skipped", "seed")
 #: Sums that one closing record can finish.
 MAX_SUMS = 32
 #: Words before the values of a telemetry row: t, skipped and group mask, two words each.
@@ -58,7 +58,9 @@ def declare_counters(program: Program, *, seed: int = 0, arena: str = "state") -
     """Declare the counters (uint64 [4]): no replay finished, t = 0, nothing skipped, the given seed (64 bits)."""
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed {seed} does not fit 64 bits without sign; give 0 <= seed < 2**64")
-    return program.tensor("counters", (4,), np.uint64, arena=arena, data=np.array([0, 0, 0, seed], np.uint64))
+    return program.tensor(
+        "counters", (len(COUNTERS),), np.uint64, arena=arena, data=np.array([0, 0, 0, seed], np.uint64)
+    )
 
 
 def end(

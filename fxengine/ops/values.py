@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
+from fxengine.ops.checks import require
 from fxengine.ops.decoders import Shaping, mean_squares
-from fxengine.ops.dueling import require
 from fxengine.ops.reduce import sum_partials
 
 #: Most branches that a record describes.

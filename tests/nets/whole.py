@@ -11,7 +11,7 @@ import numpy as np
 from fxengine import Engine, StepConfig
 from fxengine.driver import Device
 from fxengine.graphs import Tensor
-from fxengine.nets.builder import COUNTERS
+from fxengine.ops.step import COUNTERS
 from fxengine.signals import HOST_SLOTS
 from fxengine.train.groups import ParamGroup
 from tests.reference.config import Config, Tree
