@@ -16,7 +16,7 @@ from fxengine import StepConfig
 from fxengine.driver import Device
 from fxengine.driver.compiler import KernelUsage
 from fxengine.signals import BOUND_FAMILIES, SignalMap, bound_slot
-from tools import bench_step, compile_kernels, digest, gpu_report
+from tools import bench_cost, bench_step, ceilings, compile_kernels, digest, gpu_report
 
 KERNEL = """
 extern "C" __global__ void __launch_bounds__(256) fx_double(float* x, int n) {
@@ -204,12 +204,64 @@ def test_bench_row(device: Device) -> None:
     assert row["nodes"] == sum(row["nodes_by_type"].values()) >= row["depth"] > 1
     for column in ("us_per_step", "uncaptured_us", "host_us", "launch_us"):
         assert row[column] > 0.0, column
-    assert "16" in bench_step.table([row])
+    floor = row["floor"]
+    assert floor["us"] == pytest.approx(max(floor[f"{part}_us"] for part in ("products", "memory", "chain")) + 2.7)
+    assert floor["chain_us"] == pytest.approx(0.9 * row["depth"]) and floor["flop"] > 0 and floor["bytes"] > 0
+    heads, cells = (line.split() for line in bench_step.table([row]).splitlines())
+    assert dict(zip(heads, cells, strict=True))["floor_us"] == f"{floor['us']:.2f}"
 
 
 def test_bench_never_waits_for_the_ring() -> None:
     with pytest.raises(ValueError, match="queued"):
         bench_step.Effort(queued=64)
+
+
+def test_ceilings_are_rates(device: Device) -> None:
+    with device.stream() as stream:
+        assert ceilings.own_rate(device, stream, "fp32", (64, 32, 16)) > 0.0
+        assert ceilings.copy_bandwidth(device, stream, 1 << 16) > 0.0
+
+
+def test_ceilings_are_not_those_of_a_simulation() -> None:
+    with Device.open("sim") as device, pytest.raises(ValueError, match="simulated"):
+        ceilings.measure(device, "tf32")
+
+
+def test_importing_the_package_is_cheap() -> None:
+    milliseconds, heavy = bench_cost.import_cost(samples=3)
+    assert 0.0 < milliseconds < bench_cost.GOALS["import_ms"] and heavy == []
+    assert "numpy" in bench_cost.import_cost("from fxengine import Engine", samples=1)[1]
+
+
+def test_first_step_in_a_process_of_its_own(device: Device) -> None:
+    assert 0.0 < bench_cost.first_step_s("aux", 8, device.label, "fp32") < 60.0
+    with pytest.raises(RuntimeError, match="status 1"):
+        bench_cost.first_step_s("aux", 0, device.label, "fp32")
+
+
+def test_installed_size_counts_what_is_required() -> None:
+    assert {"numpy", "cuda-python", "nvidia-cuda-nvrtc"} <= set(bench_cost.requirements())
+    sizes = bench_cost.core_mib()
+    assert {"fxengine", "numpy", "cuda-bindings"} <= set(sizes) and "pytest" not in sizes
+    assert sizes["numpy"] > 5.0 and 0.5 < sizes["fxengine"] < 20.0
+    assert bench_cost.installed_mib(["no-such-distribution"]) == {}
+
+
+def test_costs_as_a_table(device: Device) -> None:
+    memory = bench_cost.memory("aux", 8, device, "fp32")
+    assert memory["arenas"]["params"] > 0.0 and memory["arenas_mib"] >= memory["arenas"]["params"]
+    assert (memory["taken_mib"] is None) == (device.kind == "sim")
+    rows = [{"peer": "a", "batch": 8, "precision": "fp32", "memory_mib": 270.0, "setup_s": 2.0}]
+    costs = {
+        "import_ms": 200.0,
+        "warm_s": 1.0,
+        "heavy": [],
+        "installed": {"fxengine": {"numpy": 1.5}},
+        "memory": memory,
+    }
+    text = bench_cost.table({**costs, "peers": bench_cost.peer_costs(rows, 8, "fp32")})
+    assert "MISSED: at most 100" in text and "met: at most 1.5" in text and "270.0" in text
+    assert bench_cost.peer_costs(rows, 16, "fp32") == {}
 
 
 def _table_pairs(page: str, header: str) -> dict[str, str]:

@@ -3,7 +3,8 @@
     python tools/bench_peers.py --device cuda --precision tf32 --batch 64 256 1024 4096 --output peers.json
 
 Prints a table and writes the rows {peer, batch, precision, us_per_step, host_us, setup_s, memory_mib}. A peer that
-fails a golden file is not timed. `tools/bench_step.py --peers peers.json` sets our rows beside these,
+fails a golden file is not timed. With --limit-s a peer is stopped after so many seconds; the rows that it owes then say
+so in `note` and have no times. `tools/bench_step.py --peers peers.json` sets our rows beside these,
 `tools/gpu_report.py --peers peers.json` puts them into the report.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,22 +32,37 @@ MODEL = "step"
 
 @dataclass(frozen=True)
 class Peer:
-    """A module of tools/peers, its variant, and the golden files that it is checked with before it is timed."""
+    """A way to compute the step in another framework.
+
+    Attributes:
+        module: of tools/peers.
+        variant: of the module.
+        files: golden files that it is checked with before it is timed.
+        note: what to know of its times.
+        xla_flags: for JAX, unless XLA_FLAGS is set already.
+    """
 
     module: str
     variant: str
     files: tuple[str, ...]
+    note: str = ""
+    xla_flags: str = ""
 
 
 _ALL = tuple(sorted(path.stem.removeprefix("golden_") for path in GOLDEN.glob("golden_*.npz")))
-#: Every file is one more compilation of the whole step, a minute or two where torch.compile does it.
+#: Every file is one more compilation of the whole step where there is one.
 PEERS = {
     "torch-eager": Peer("torch_step", "eager", _ALL),
     "torch-captured": Peer("torch_step", "captured", _ALL),
     "torch-compiled": Peer("torch_step", "compiled", ("full",)),
-    "jax-flat": Peer("jax_step", "flat", ("edges", "full", "skip")),
-    "jax-tree": Peer("jax_step", "tree", ("full",)),
+    "jax": Peer("jax_step", "step", ("edges", "full")),
+    "jax-scan": Peer("jax_step", "scan", ("full",), "eight steps per call"),
 }
+#: Files whose batch is so thin that a ReLU which rounding flips moves a gradient beyond the limits: not for tf32. (The
+#: engine passes them, because it computes the networks in question in float32.)
+THIN = ("cold_odd",)
+#: Note of a row that a peer owes.
+NOT_MEASURED = "not measured (limit)"
 
 
 class PeerError(RuntimeError):
@@ -60,32 +78,64 @@ def run_peer(
     python: str = sys.executable,
     files: Sequence[str] | None = None,
     arguments: Sequence[str] = (),
+    limit_s: float | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of one peer, from a process of its own: frameworks neither share a device's memory nor warm each other up.
+
+    Args:
+        name: a key of `PEERS`.
+        batches: batch sizes.
+        device: "cpu" or "cuda".
+        precision: of products.
+        python: interpreter that has the framework.
+        files: golden files instead of the peer's own.
+        arguments: further arguments of its module.
+        limit_s: stop it after so many seconds; batch sizes that it owes then get a row without times.
 
     Raises:
         PeerError: the peer does not pass its golden files or could not run; its output, printed above, says why.
     """
     peer = PEERS[name]
-    paths = [str(GOLDEN / f"golden_{file}.npz") for file in (files or peer.files)]
+    chosen = files or [file for file in peer.files if precision == "fp32" or file not in THIN]
+    paths = [str(GOLDEN / f"golden_{file}.npz") for file in chosen]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
         command = [python, "-m", f"tools.peers.{peer.module}", "--variant", peer.variant, "--device", device]
         command += ["--precision", precision, "--check", *paths, "--time", *map(str, batches)]
         command += ["--output", str(output), *arguments]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if status or not output.is_file():
+        environment = dict(os.environ)
+        if peer.xla_flags:
+            environment.setdefault("XLA_FLAGS", peer.xla_flags)
+        status = _status(command, environment, limit_s)
+        if status or (status == 0 and not output.is_file()):
             raise PeerError(f"{name} ended with status {status}; its output above says why")
-        rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-        return rows
+        rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
+    measured = {row["batch"] for row in rows}
+    owed = {"peer": name, "precision": precision, "us_per_step": None, "host_us": None, "note": NOT_MEASURED}
+    noted = [row | ({"note": peer.note} if peer.note else {}) for row in rows]
+    return noted + [{**owed, "batch": batch} for batch in batches if batch not in measured]
+
+
+def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: float | None) -> int | None:
+    """Exit status of a process; None: it was stopped at the limit, with all that it started."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def peers_of(rows: Sequence[Mapping[str, Any]], batch: int, precision: str) -> dict[str, float]:
     """µs per step by peer, of one batch size and precision; a peer measured twice counts with its faster time."""
     found: dict[str, float] = {}
     for row in rows:
-        if row["batch"] == batch and row["precision"] == precision:
-            found[row["peer"]] = min(row["us_per_step"], found.get(row["peer"], row["us_per_step"]))
+        us = row["us_per_step"]
+        if us is not None and row["batch"] == batch and row["precision"] == precision:
+            found[row["peer"]] = min(us, found.get(row["peer"], us))
     return found
 
 
@@ -106,10 +156,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, the fastest of each batch size marked."""
     columns = ("peer", "batch", "precision", "us_per_step", "host_us", "launches", "setup_s", "memory_mib")
     lines = [" ".join(f"{column:>15}" for column in columns)]
-    for row in sorted(rows, key=lambda row: (row["precision"], row["batch"], row["us_per_step"])):
-        best = min(peers_of(rows, row["batch"], row["precision"]).values()) == row["us_per_step"]
+    order = sorted(rows, key=lambda row: (row["precision"], row["batch"], row["us_per_step"] or float("inf")))
+    for row in order:
+        best = row["us_per_step"] == min(peers_of(rows, row["batch"], row["precision"]).values(), default=-1.0)
         cells = " ".join(f"{'-' if row.get(column) is None else row[column]:>15}" for column in columns)
-        lines.append(cells + (" <- best" if best else ""))
+        note = f"  {row['note']}" if row.get("note") else ""
+        lines.append(cells + (" <- best" if best else "") + note)
     return "\n".join(lines)
 
 
@@ -121,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", choices=("fp32", "tf32"), default="tf32", help="default: %(default)s")
     parser.add_argument("--files", nargs="+", choices=_ALL, help="golden files to pass (default: by peer)")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the frameworks")
+    parser.add_argument("--limit-s", type=float, metavar="S", help="stop a peer after so many seconds")
     parser.add_argument("--output", type=Path, help="write the rows as JSON, after every peer")
     options, further = parser.parse_known_args(argv)
 
@@ -137,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 python=options.python,
                 files=options.files,
                 arguments=further,
+                limit_s=options.limit_s,
             )
         except PeerError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -6,13 +6,17 @@
 Prints a table and, with --json, one JSON object last. Columns:
 
     us_per_step     µs from one replay to the next in a queue that is kept full (device events)
-    uncaptured_us   the same, launch by launch without a graph
     host_us         µs that the host spends in `engine.step()` while the queue is not full; every call writes its
                     signal row, as after a change of a signal
-    launch_us       µs that the host spends per uncaptured launch
     depth, nodes    of the captured graph
+    floor_us        what the step's products, bytes and depth take at least (fxengine/graphs/floor.py): at the ceilings
+                    of an H200, or with --measure-floor at those that this device shows now
+    share           floor over time: 1 is as fast as the program can be
     best_peer       with --peers: the fastest of PyTorch and JAX on the same step (tools/bench_peers.py)
     ratio           its time over ours
+
+The JSON has more: uncaptured_us, the step launch by launch without a graph; launch_us, what the host spends per such
+launch; and what the floor is made of.
 
 Each time is the median of five batches of steps after a warm-up. The step trains on random rows that lie on the device,
 gathered by the step itself. On the simulated device the tool runs a few steps, and its times mean nothing.
@@ -33,9 +37,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from fxengine import Device, DeviceNotFound, Engine, StepConfig
+from fxengine.graphs.floor import H200, Ceilings, step_floor, step_work
 from fxengine.signals import RING_ROWS
 from tools.bench_peers import MODEL as PEER_MODEL
 from tools.bench_peers import PEERS, PeerError, load_peers, peers_of, run_peer
+from tools.ceilings import measure as measure_ceilings
 from tools.digest import origin, source_digest
 from tools.peers.data import random_rows
 
@@ -109,7 +115,17 @@ def host_us(engine: Engine, step: Callable[[], None], steps: int, samples: int) 
     return round(median(times[1:]), 3)
 
 
-def bench_row(model: str, batch: int, device: Device, effort: Effort, precision: str = "fp32") -> dict[str, Any]:
+def floor_of(engine: Engine, ceilings: Ceilings) -> dict[str, Any]:
+    """The floor of an engine's step: its time and parts, the work, and whose ceilings they are."""
+    nodes = engine.plan.nodes
+    work = step_work(nodes)
+    counted = {"flop": work.total_flop, "bytes": work.nbytes, "ceilings": ceilings.name}
+    return {**step_floor(nodes, ceilings).as_dict(), **counted}
+
+
+def bench_row(
+    model: str, batch: int, device: Device, effort: Effort, precision: str = "fp32", ceilings: Ceilings = H200
+) -> dict[str, Any]:
     """Every number of one model at one batch size.
 
     Raises:
@@ -134,6 +150,7 @@ def bench_row(model: str, batch: int, device: Device, effort: Effort, precision:
             "depth": census.depth,
             "nodes": launches,
             "nodes_by_type": census.nodes,
+            "floor": floor_of(engine, ceilings),
         }
         engine.synchronize()
         report = engine.telemetry()
@@ -148,10 +165,11 @@ def bench(
     batches: Sequence[int] = BATCHES,
     effort: Effort | None = None,
     precision: str = "fp32",
+    ceilings: Ceilings = H200,
 ) -> list[dict[str, Any]]:
     """One row per model and batch size; the effort defaults to what the device is worth."""
     chosen = effort or (QUICK if device.kind == "sim" else Effort())
-    return [bench_row(model, batch, device, chosen, precision) for model in models for batch in batches]
+    return [bench_row(model, batch, device, chosen, precision, ceilings) for model in models for batch in batches]
 
 
 def peer_times(row: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -166,24 +184,31 @@ def with_peers(row: Mapping[str, Any], times: Mapping[str, float]) -> dict[str, 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, with the best peer where there are any."""
-    columns = ["model", "batch", "precision", "us_per_step", "uncaptured_us", "host_us", "launch_us", "depth", "nodes"]
-    compared = any(row.get("peers") for row in rows)
-    shown = []
-    for row in rows:
-        times: Mapping[str, float] = row.get("peers") or {}
-        best = min(times, key=lambda name: times[name]) if times else None
-        peer = {"best_peer": f"{best} {times[best]:.1f}" if best else "-"}
-        shown.append({**row, **peer, "ratio": row["best_ratio"] if best else "-"})
-    if compared:
+    columns = ["model", "batch", "precision", "us_per_step", "host_us", "nodes", "depth", "floor_us", "share"]
+    if any(row.get("peers") for row in rows):
         columns += ["ratio", "best_peer"]
-    lines = [" ".join(f"{column:>13}" for column in columns)]
-    for row in shown:
-        cells = (f"{value:.2f}" if isinstance(value := row[column], float) else str(value) for column in columns)
-        lines.append(" ".join(f"{cell:>13}" for cell in cells))
+    lines = [" ".join(f"{column:>11}" for column in columns)]
+    for row in rows:
+        shown: dict[str, Any] = {**row, "ratio": "-", "best_peer": "-", "floor_us": "-", "share": "-"}
+        if floor := row.get("floor"):
+            shown |= {"floor_us": floor["us"], "share": floor["us"] / row["us_per_step"]}
+        if times := row.get("peers"):
+            best = min(times, key=lambda name: times[name])
+            shown |= {"ratio": row["best_ratio"], "best_peer": f"{best} {times[best]:.1f}"}
+        cells = (f"{value:.2f}" if isinstance(value := shown[column], float) else str(value) for column in columns)
+        lines.append(" ".join(f"{cell:>11}" for cell in cells))
     return "\n".join(lines)
 
 
-def peer_rows(names: Sequence[str], *, batches: Sequence[int], device: str, precision: str) -> list[dict[str, Any]]:
+def _described(ceilings: Ceilings, precision: str) -> str:
+    rate, bandwidth = ceilings.rates[precision] / 1e12, ceilings.bandwidth / 1e12
+    costs = f"{ceilings.node_us} us per node of the depth, {ceilings.launch_us} us per launch"
+    return f"{ceilings.name}: {rate:.0f} TFLOP/s in {precision}, {bandwidth:.2f} TB/s, {costs}"
+
+
+def peer_rows(
+    names: Sequence[str], *, batches: Sequence[int], device: str, precision: str, limit_s: float | None = None
+) -> list[dict[str, Any]]:
     """Rows of peers: from a file, or measured now; one that fails is named on stderr and left out.
 
     Raises:
@@ -196,7 +221,7 @@ def peer_rows(names: Sequence[str], *, batches: Sequence[int], device: str, prec
         if name not in PEERS:
             raise ValueError(f"--peers {name}: expected one file, or some of {', '.join(PEERS)}")
         try:
-            rows += run_peer(name, batches=batches, device=device, precision=precision)
+            rows += run_peer(name, batches=batches, device=device, precision=precision, limit_s=limit_s)
         except PeerError as error:
             print(f"error: {error}", file=sys.stderr)
     return rows
@@ -216,6 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"compare with peers: a file of tools/bench_peers.py, or some of {', '.join(PEERS)}, to be timed now "
         "after ours (no value: all)",
     )
+    parser.add_argument("--limit-s", type=float, metavar="S", help="stop a peer that is timed now after S seconds")
+    parser.add_argument(
+        "--measure-floor", action="store_true", help="measure the device's ceilings first (seconds), for the floor"
+    )
     parser.add_argument("--device", default="auto", help="auto, cuda:N or sim (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--output", type=Path, help="write the JSON to this file as well")
@@ -228,14 +257,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with device:
         note = SIMULATED if device.kind == "sim" else None
-        rows = bench(device, options.model, options.batch, precision=options.precision)
+        try:
+            ceilings = measure_ceilings(device, options.precision) if options.measure_floor else H200
+        except ValueError as error:
+            print(f"error: --measure-floor: {error}", file=sys.stderr)
+            return 2
+        rows = bench(device, options.model, options.batch, precision=options.precision, ceilings=ceilings)
         if options.peers is not None:
             kind = "cpu" if device.kind == "sim" else "cuda"
-            peers = peer_rows(options.peers, batches=options.batch, device=kind, precision=options.precision)
+            wanted = {"batches": options.batch, "precision": options.precision, "limit_s": options.limit_s}
+            peers = peer_rows(options.peers, device=kind, **wanted)
             rows = [with_peers(row, peer_times(row, peers)) for row in rows]
         result = {"digest": source_digest(), **origin(device), "note": note, "bench": rows}
     print(f"{result['device']['name']} ({result['device']['arch']})")
     print(table(rows))
+    print(f"floor: {_described(ceilings, options.precision)}")
     if note:
         print(f"note: {note}")
     text = json.dumps(result, indent=1)

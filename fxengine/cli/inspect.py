@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fxengine.config import StepConfig
     from fxengine.engine import Engine
     from fxengine.graphs import Census
+    from fxengine.graphs.floor import Ceilings, Level
 
 #: Rows of the stand-in data that the batches are gathered from.
 _ROWS = 1024
@@ -41,7 +42,9 @@ def add_parser(commands: Any) -> None:
         add_option(parser, name, getattr(StepConfig.aux_only(), name), texts.get(name, ""))
     parser.add_argument("--dot", metavar="FILE", help="write the graph in Graphviz DOT")
     parser.add_argument(
-        "--time", action="store_true", help="measure every node by itself (simulated: time on this CPU)"
+        "--time",
+        action="store_true",
+        help="measure every node by itself, and set each level against its floor (simulated: time on this CPU)",
     )
     add_json(parser)
     parser.set_defaults(command=_inspect)
@@ -102,17 +105,56 @@ def _describe(engine: Engine, census: Census, times: list[float] | None) -> str:
     if times is not None:
         counts["node times"] = f"{sum(times):.1f} us in sum, each measured by itself, with warm caches"
     families = [f"{family:<22} {census.launches[family]:>8} {census.records[family]:>7}" for family in census.launches]
-    return "\n".join([head, *rows, "", table(counts), "", f"{'family':<22} {'launches':>8} {'records':>7}", *families])
+    parts = [head, *rows, "", table(counts), "", f"{'family':<22} {'launches':>8} {'records':>7}", *families]
+    return "\n".join([*parts, *([] if times is None else ["", *_floor_lines(engine, times)])])
+
+
+def _floor_lines(engine: Engine, times: list[float]) -> list[str]:
+    """The levels beside their floors, and the floor of the step."""
+    from fxengine.graphs.floor import step_floor
+
+    nodes, (ceilings, own) = engine.plan.nodes, _ceilings(engine)
+    floor = step_floor(nodes, ceilings)
+    lines = [f"{'level':>5} {'us':>8} {'sum us':>8} {'MFLOP':>9} {'MB':>8} {'floor us':>8} {'share':>6}  slowest node"]
+    for row in _levels(engine, times):
+        share = f"{row.share:>6.0%}" if own else f"{'-':>6}"
+        lines.append(
+            f"{row.level:>5} {row.longest_us:>8.2f} {row.total_us:>8.2f} {row.work.total_flop / 1e6:>9.1f} "
+            f"{row.work.nbytes / 1e6:>8.2f} {row.floor_us:>8.2f} {share}  {nodes[row.slowest].name}"
+        )
+    note = "" if own else "; of this device no ceilings are known, so there is no share"
+    parts = f"products {floor.products_us:.1f}, memory {floor.memory_us:.1f}, chain {floor.chain_us:.1f}"
+    text = f"{floor.us:.1f} us = the largest of {parts}, and {floor.launch_us} for the launch"
+    return [*lines, "", f"floor on an {ceilings.name}: {text}{note}"]
+
+
+def _levels(engine: Engine, times: list[float]) -> list[Level]:
+    from fxengine.graphs.floor import levels
+
+    return levels(engine.plan.nodes, times, _ceilings(engine)[0])
+
+
+def _ceilings(engine: Engine) -> tuple[Ceilings, bool]:
+    """Ceilings to measure the step against, and whether they are this device's own."""
+    from fxengine.graphs.floor import H200, KNOWN
+
+    own = KNOWN.get(engine.device.name)
+    return (own, True) if own else (H200, False)
 
 
 def _as_json(engine: Engine, census: Census, times: list[float] | None) -> dict[str, Any]:
+    from fxengine.graphs.floor import step_floor
+
     values: dict[str, Any] = {"device": engine.device.label, "name": engine.device.name}
     if engine.config is not None:
         values["batch"] = engine.config.batch
     values.update(census.as_dict())
     if times is not None:
+        ceilings, own = _ceilings(engine)
         values["node_us"] = [
             {"node": i, "family": node.name, "label": node.label, "us": us}
             for i, (node, us) in enumerate(zip(engine.plan.nodes, times, strict=True))
         ]
+        values["levels"] = [row.as_dict() | ({} if own else {"share": None}) for row in _levels(engine, times)]
+        values["floor"] = {"ceilings": ceilings.name, **step_floor(engine.plan.nodes, ceilings).as_dict()}
     return values

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -61,28 +60,6 @@ class Entry:
         return int(np.prod(self.shape))
 
 
-@dataclass(frozen=True)
-class Block:
-    """Tensors that one buffer holds, end to end: all of one group, all matrices or all vectors."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def group(self) -> int:
-        """Index of the group among those present."""
-        return self.entries[0].group
-
-    @property
-    def matrix(self) -> bool:
-        """Whether weight decay and the weight clamp apply."""
-        return self.entries[0].matrix
-
-    @property
-    def target(self) -> bool:
-        """Whether the block has a Polyak copy."""
-        return self.entries[0].target
-
-
 def groups_of(config: Config) -> list[str]:
     """The groups present, those with a Polyak copy first, so that their parameters are one prefix."""
     present = list(group_shapes(config))
@@ -97,17 +74,6 @@ def entries_of(config: Config) -> list[Entry]:
         for g, group in enumerate(groups_of(config))
         for name, shape in tables[group].items()
     ]
-
-
-def blocks_of(config: Config, layout: str) -> list[Block]:
-    """Blocks of a layout: "tree" (a block per tensor) or "group" (a group's matrices, a group's vectors)."""
-    entries = entries_of(config)
-    if layout == "tree":
-        return [Block((entry,)) for entry in entries]
-    if layout == "group":
-        ordered = sorted(entries, key=lambda entry: (entry.group, not entry.matrix))
-        return [Block(tuple(part)) for _, part in groupby(ordered, key=lambda entry: (entry.group, entry.matrix))]
-    raise ValueError(f"layout {layout!r}: expected 'tree' or 'group'")
 
 
 def initial_state(config: Config, seed: int = 0) -> State:
@@ -157,7 +123,7 @@ class Trainer(Protocol):
     """A peer that trains on resident data: what is timed."""
 
     def steps(self, count: int) -> None:
-        """Start `count` steps, oracles among them every `ORACLE_EVERY` steps; may return before they are done."""
+        """Start `count` steps, a multiple of `ORACLE_EVERY`, with oracles as often; may return before they are done."""
 
     def synchronize(self) -> None:
         """Wait until all started steps are done."""
@@ -274,7 +240,7 @@ def parser(description: str, variants: Sequence[str]) -> argparse.ArgumentParser
     made.add_argument("--steps", type=int, default=Effort.steps, help="steps per sample (default: %(default)s)")
     made.add_argument("--samples", type=int, default=Effort.samples, help="default: %(default)s")
     made.add_argument("--launches", action="store_true", help="count the launches per step as well (profiler)")
-    made.add_argument("--output", type=Path, help="write the rows as JSON to this file")
+    made.add_argument("--output", type=Path, help="write the rows as JSON to this file, after every batch size")
     return made
 
 
@@ -306,6 +272,6 @@ def run(
         if options.launches:
             rows[-1]["launches"] = trainer.launches()
         print(json.dumps(rows[-1]), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if options.output:  # what is measured counts, whatever becomes of the rest
+            options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

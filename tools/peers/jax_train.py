@@ -1,38 +1,21 @@
-"""Gate, optimizer and oracles of the step in JAX (docs/step.md, sections 4 to 6), on blocks of parameters."""
+"""Gate, optimizer and oracles of the step in JAX (docs/step.md, sections 4 to 6), on the rows of `jax_layout`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests.reference.config import Config
-from tools.peers.common import Block, groups_of
-from tools.peers.jax_net import Array, Net, Tree
+from tools.peers.jax_layout import ROW, Array, Layout
+from tools.peers.jax_net import Net, Tree
 
 WEIGHT, ADAM_M, ADAM_V, GRAD = range(4)
-
-
-def unpack(blocks: Sequence[Block], arrays: Sequence[Array]) -> Tree:
-    """Tensors by name from the arrays of their blocks."""
-    tree: Tree = {}
-    for block, x in zip(blocks, arrays, strict=True):
-        ends = np.cumsum([e.size for e in block.entries])
-        flat = x.reshape(-1)
-        parts = [flat[end - e.size : end].reshape(e.shape) for e, end in zip(block.entries, ends, strict=True)]
-        tree |= {e.name: part for e, part in zip(block.entries, parts, strict=True)}
-    return tree
-
-
-def pack(blocks: Sequence[Block], tree: Mapping[str, Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Arrays of blocks from tensors by name."""
-    flat = [[tree[e.name].reshape(-1) for e in block.entries] for block in blocks]
-    joined = [jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in flat]
-    return [x.reshape(shape) for x, shape in zip(joined, shapes, strict=True)]
+#: Bits that one pass of the oracles' search settles.
+DIGIT = 4
 
 
 def gate_update(net: Net, old: Array, nb: Array, labels: Array, q: Array) -> Array:
@@ -77,102 +60,99 @@ def readiness_update(net: Net, old: Array, loss: Array) -> Array:
     return jnp.where(jnp.isfinite(loss), jnp.stack([seen + 1.0, new_ema, new_ref, readiness]), old)
 
 
-def spectral_norm(net: Net, w: Array, v: Array, ok: Array) -> tuple[Array, Array, Array]:
-    """One power iteration and w ×= sn_max/σ where σ exceeds sn_max. Returns w, v and σ before scaling."""
-    u = w @ v
-    u = u / jnp.maximum(jnp.linalg.norm(u), 1e-12)
-    back = w.T @ u
-    new = back / jnp.maximum(jnp.linalg.norm(back), 1e-12)
-    sigma = back @ new
-    limit = net.signals["sn_max"]
-    factor = jnp.where(ok & jnp.isfinite(sigma) & (sigma > limit), limit / sigma, 1.0)
-    return w * factor, jnp.where(ok, new, v), sigma
-
-
 class Optimizer:
-    """Norms, guard, clamped Adam, spectral norm, targets and oracles on blocks."""
+    """Norms, guard, clamped Adam, spectral norm, targets and oracles on rows."""
 
-    def __init__(self, config: Config, net: Net, blocks: Sequence[Block]) -> None:
-        self.config, self.net, self.blocks = config, net, list(blocks)
-        self.groups = groups_of(config)
-        self.targets = [block for block in blocks if block.target]
-        self.clips = np.array([net.signals[f"clip.{g}"] for g in self.groups])
-        self.names = [f"b{d}fc" for d in range(len(config.branches))]
+    def __init__(self, config: Config, net: Net, layout: Layout) -> None:
+        self.config, self.net, self.layout = config, net, layout
+        signals, groups = net.signals, layout.groups
+        self.clips = np.array([signals[f"clip.{g}"] for g in groups])
+        self.rates = np.array([signals[f"lr.{g}"] for g in groups])[layout.owner, None]
+        self.decay = np.where(layout.matrix[:, None], signals["weight_decay"], 0.0)
+        self.member = layout.owner == np.arange(len(groups))[:, None]  # [G, R]
 
-    def apply(self, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        """What Adam, spectral norm and targets make of the state; also norms, σ and whether the step counts."""
-        blocks, signals = self.blocks, self.net.signals
-        shapes = [x.shape for x in state["params"]]
-        packed = pack(blocks, grads, shapes)
-        squares = [jnp.square(g).sum() for g in packed]
-        members = [[i for i, b in enumerate(blocks) if b.group == g] for g in range(len(self.groups))]
-        norms = jnp.sqrt(jnp.stack([sum(squares[i] for i in part) for part in members]))
+    def packed(self, grads: Mapping[str, Array]) -> Array:
+        """Gradients by slab as rows."""
+        parts = []
+        for slab in self.layout.slabs.values():
+            parts.append(grads[slab.name].reshape(-1))
+            if slab.rows * ROW > slab.size:
+                parts.append(jnp.zeros(slab.rows * ROW - slab.size, parts[-1].dtype))
+        return jnp.concatenate(parts).reshape(-1, ROW)
+
+    def by_group(self, rows: Array) -> Array:
+        """Sums over the rows of every group; rows are on the last axis."""
+        return jnp.where(self.member, rows[..., None, :], 0).sum(-1)
+
+    def apply(self, state: Tree, grads: Mapping[str, Array]) -> tuple[Tree, Tree]:
+        """What Adam, spectral norm and targets make of the state (ĝ in `grad`); also norms and σ."""
+        signals, owner, (w, m, v) = self.net.signals, self.layout.owner, (state[n] for n in ("params", "m", "v"))
+        # Barriers: gradients are gathered once and Adam is one kernel that writes in place, not part of its readers.
+        g = jax.lax.optimization_barrier(self.packed(grads))
+        norms = jnp.sqrt(self.by_group(jnp.square(g).sum(1)))
         ok = jnp.isfinite(norms).all()
         t = state["t"] + 1.0
         bounds = jnp.where(state["bounds"] != 0.0, jnp.maximum(state["bounds"], signals["eps_clamp_floor"]), jnp.inf)
         scale = jnp.minimum(1.0, self.clips.astype(norms.dtype) / (norms + 1e-6))
-        new: dict[str, list[Array]] = {"params": [], "m": [], "v": []}
-        entered = []
-        for i, block in enumerate(blocks):
-            old = tuple(state[part][i] for part in new)
-            g, *moved = self._adam(block, packed[i], old, scale[block.group], bounds[:, block.group], t)
-            entered.append(g)
-            for part, x, y in zip(new, moved, old, strict=True):
-                new[part].append(jnp.where(ok, x, y))
-        sigma, sn_v = self._spectral(state, new["params"], shapes, ok)
-        tau = jnp.where(ok, signals["polyak_tau"], 0.0).astype(t.dtype)
-        kept = [x for x, block in zip(new["params"], blocks, strict=True) if block.target]
-        target = [old + tau * (x - old) for old, x in zip(state["target"], kept, strict=True)]
-        made = new | {"target": target, "sn_v": sn_v, "grad": entered, "t": jnp.where(ok, t, state["t"])}
-        made["skipped"] = state["skipped"] + ~ok
-        return state | made, {"norms": norms, "sigma": sigma, "ok": ok}
-
-    def _adam(
-        self, block: Block, g: Array, old: tuple[Array, ...], scale: Array, bounds: Array, t: Array
-    ) -> tuple[Array, Array, Array, Array]:
-        """ĝ and the new w, m, v."""
-        signals, (w, m, v) = self.net.signals, old
+        weight, high_m, high_v, high, scale = jnp.concatenate([bounds, scale[None]])[:, owner, None]
         beta1, beta2 = signals["beta1"], signals["beta2"]
-        g = jnp.clip(scale * g, -bounds[GRAD], bounds[GRAD])
-        m = jnp.clip(m + (1.0 - beta1) * (g - m), -bounds[ADAM_M], bounds[ADAM_M])
-        v = jnp.minimum(v + (1.0 - beta2) * (g * g - v), bounds[ADAM_V])
+        g = jnp.clip(scale * g, -high, high)
+        new_m = jnp.clip(m + (1.0 - beta1) * (g - m), -high_m, high_m)
+        new_v = jnp.minimum(v + (1.0 - beta2) * (g * g - v), high_v)
         corrected1 = -jnp.expm1(t * math.log(beta1)) if beta1 else 1.0
         root2 = jnp.sqrt(-jnp.expm1(t * math.log(beta2))) if beta2 else 1.0
-        step = (root2 / corrected1) * m / (jnp.sqrt(v) + signals["adam_eps"] * root2)
-        rate = signals[f"lr.{self.groups[block.group]}"]
-        if not block.matrix:
-            return g, w - rate * step, m, v
-        w = w - rate * (step + signals["weight_decay"] * w)
-        return g, jnp.clip(w, -bounds[WEIGHT], bounds[WEIGHT]), m, v
+        step = (root2 / corrected1) * new_m / (jnp.sqrt(new_v) + signals["adam_eps"] * root2)
+        if signals["weight_decay"]:
+            step += self.decay.astype(w.dtype) * w
+        weight = jnp.where(self.layout.matrix[:, None], weight, jnp.inf)
+        new_w = jnp.clip(w - self.rates.astype(w.dtype) * step, -weight, weight)
+        moved = (jnp.where(ok, new, old) for new, old in ((new_w, w), (new_m, m), (new_v, v)))
+        w, m, v, g = jax.lax.optimization_barrier((*moved, g))
+        w, sn_v, sigma = self.spectral_norm(w, state["sn_v"], ok)
+        rows, tau = self.layout.target_rows, jnp.where(ok, signals["polyak_tau"], 0.0).astype(t.dtype)
+        target = state["target"] + tau * (w[:rows] - state["target"])
+        made = {"params": w, "m": m, "v": v, "grad": g, "target": target, "sn_v": sn_v}
+        made |= {"t": jnp.where(ok, t, state["t"]), "skipped": state["skipped"] + ~ok, "ok": ok}
+        return state | made, {"norms": norms, "sigma": sigma}
 
-    def _spectral(
-        self, state: Tree, params: list[Array], shapes: Sequence[tuple[int, ...]], ok: Array
-    ) -> tuple[Array, Tree]:
-        """Scales w_b{d}fc within `params`; returns every σ and the new vectors."""
-        sigmas, vectors = [], {}
-        wanted = {f"w_{name}" for name in self.names}
-        for i, block in enumerate(self.blocks):
-            if not wanted & {e.name for e in block.entries}:
-                continue
-            tree = unpack([block], [params[i]])
-            for name in self.names:
-                if f"w_{name}" in tree:
-                    w, vectors[name], sigma = spectral_norm(self.net, tree[f"w_{name}"], state["sn_v"][name], ok)
-                    tree[f"w_{name}"] = w
-                    sigmas.append(sigma)
-            params[i] = pack([block], tree, [shapes[i]])[0]
-        return jnp.stack(sigmas), vectors
+    def spectral_norm(self, params: Array, v: Array, ok: Array) -> tuple[Array, Array, Array]:
+        """One power iteration per branch and w ×= sn_max/σ where σ exceeds sn_max: rows, v [D, K], σ before scaling.
 
-    def oracles(self, state: Tree, ok: Array) -> Array:
-        """The bounds after p99 of every group and family, exact, by sorting."""
-        rows: list[Any] = []
-        for g in range(len(self.groups)):
-            members = [i for i, block in enumerate(self.blocks) if block.group == g]
-            families = [[state[part][i].reshape(-1) for i in members] for part in ("params", "m", "v", "grad")]
-            values = jnp.abs(jnp.stack([jnp.concatenate(parts) for parts in families]))
-            n = values.shape[1]
-            rows.append(jnp.sort(values, axis=1)[:, (99 * n + 99) // 100 - 1])
-        raw = self.net.signals["oracle_headroom"] * jnp.stack(rows, axis=1)
+        With y = w·v and z = wᵀ·y: u = y/‖y‖, wᵀu = z/‖y‖, so that σ = uᵀ·w·v' = ‖z‖/‖y‖ needs no third product.
+        """
+        slab = self.layout.slabs["w_fc"]
+        w = self.layout.view(params, "w_fc")
+        y = (w * v[:, None]).sum(2)
+        z = (w * y[..., None]).sum(1)
+        u_norm = jnp.maximum(jnp.sqrt(jnp.square(y).sum(1)), 1e-12)
+        back = jnp.sqrt(jnp.square(z).sum(1)) / u_norm  # ‖wᵀu‖
+        v_norm = jnp.maximum(back, 1e-12)
+        sigma, limit = back * (back / v_norm), self.net.signals["sn_max"]
+        factor = jnp.where(ok & jnp.isfinite(sigma) & (sigma > limit), limit / sigma, 1.0)
+        new_v = jnp.where(ok, z / (u_norm * v_norm)[:, None], v)
+        flat = jax.lax.dynamic_update_slice(params.reshape(-1), (w * factor[:, None, None]).reshape(-1), (slab.start,))
+        return flat.reshape(params.shape), new_v, sigma
+
+    def oracles(self, state: Tree) -> Tree:
+        """The state with its bounds moved towards p99 of every group and family, exact, by search.
+
+        |x| as an integer is in the same order as |x| itself. Every pass settles four bits of all p99: of sixteen
+        candidates the highest below which no more elements lie than the index allows. Padding is 0: as many elements
+        more below.
+        """
+        layout = self.layout
+        rows = jnp.stack([state[name] for name in ("params", "m", "v", "grad")])
+        bits = jnp.abs(rows).astype(jnp.float32).view(jnp.uint32)
+        index = (99 * layout.sizes + 99) // 100 - 1 + layout.padded - layout.sizes
+        digits = np.arange(1, 2**DIGIT, dtype=np.uint32)
+        found = jnp.zeros((4, len(layout.groups)), jnp.uint32)
+        for shift in reversed(range(0, 32, DIGIT)):
+            candidates = found[..., None] + (digits << np.uint32(shift))  # [4, G, 15]
+            below = bits[:, :, None] < candidates[:, layout.owner][..., None]  # [4, R, 15, 128]
+            counts = self.by_group(below.sum(3, dtype=jnp.int32).transpose(0, 2, 1))  # [4, 15, G]
+            taken = (counts <= index).sum(1).astype(jnp.uint32)
+            found += taken << np.uint32(shift)
+        raw = self.net.signals["oracle_headroom"] * found.view(jnp.float32).astype(rows.dtype)
         old = state["bounds"]
         moved = jnp.where(old == 0.0, raw, old + self.net.signals["oracle_beta"] * (raw - old))
-        return jnp.where(ok, moved, old)
+        return state | {"bounds": jnp.where(state["ok"], moved, old)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.reference.config import Config, Tree
@@ -30,7 +31,6 @@ from tools.peers.common import ORACLE_EVERY, groups_of, parser, run, small_outpu
 from tools.peers.torch_losses import gradients
 from tools.peers.torch_net import Net
 from tools.peers.torch_train import (
-    Blocks,
     Rows,
     TorchState,
     gate_update,
@@ -40,7 +40,8 @@ from tools.peers.torch_train import (
 )
 
 VARIANTS = ("eager", "captured", "compiled")
-COMPILE_MODE = "default"
+#: What torch.compile hands a graph to. It is called without torch.compile, which would trace what is traced already.
+COMPILER = lookup_backend("inductor")
 Outputs = dict[str, Tensor]
 
 
@@ -54,9 +55,7 @@ class TorchStep:
         device: "cpu" or "cuda".
         dtype: of all floating-point values.
         complete: return everything that the golden files hold.
-        layout: "rows" (one padded buffer), "tree" or "group" (`Blocks`); default by variant.
         fusing: write for a compiler (`Net`); default by variant.
-        mode: of torch.compile.
     """
 
     def __init__(
@@ -68,16 +67,11 @@ class TorchStep:
         dtype: torch.dtype = torch.float32,
         *,
         complete: bool = False,
-        layout: str | None = None,
         fusing: bool | None = None,
-        mode: str = COMPILE_MODE,
     ) -> None:
-        self.config, self.device, self.dtype, self.variant, self.mode = config, device, dtype, variant, mode
+        self.config, self.device, self.dtype, self.variant = config, device, dtype, variant
         self.state = TorchState(config, start, device, dtype)
-        chosen = layout or ("tree" if variant == "compiled" else "rows")
-        self.store: Rows | Blocks = (
-            Rows(config, start, device, dtype) if chosen == "rows" else Blocks(config, start, device, dtype, chosen)
-        )
+        self.store = Rows(config, start, device, dtype)
         signals = start["signals"]
         fusing = variant == "compiled" if fusing is None else fusing
         self.net = Net(config, signals, self.state.t, fusing=fusing, complete=complete)
@@ -120,34 +114,29 @@ class TorchStep:
             out = self.step(dict(zip(names, tensors[count:], strict=True)))
             keys[:] = list(out)
             # As copies: an output that is a view of a parameter would show its later values.
-            return [out[k].detach().clone() for k in keys] + list(self.store.grad)
+            return [*(out[k].detach().clone() for k in keys), self.store.grad]
 
         own, saved = self.storage(), [x.clone() for x in self.storage()]
         traced = make_fx(flat)(*own, *example.values())
         self._adopt(own)
         for x, y in zip(own, saved, strict=True):
             x.copy_(y)
-        options: dict[str, Any] = {} if self.mode == "default" else {"mode": self.mode}
-        function = torch.compile(traced, fullgraph=True, dynamic=False, **options)
+        with torch.no_grad():
+            function = COMPILER(traced, [*own, *example.values()])
 
         def call(batch: Mapping[str, Tensor]) -> Outputs:
             with torch.no_grad():
-                found = function(*own, *(batch[name] for name in names))
-            self.store.grad = list(found[len(keys) :])
-            return dict(zip(keys, found, strict=False))
+                *found, self.store.grad = function(*own, *(batch[name] for name in names))
+            return dict(zip(keys, found, strict=True))
 
         return call
 
-    def _adopt(self, tensors: Any) -> None:
+    def _adopt(self, tensors: Sequence[Tensor]) -> None:
         """Take these tensors for the storage (order of `storage`)."""
-        rest = list(tensors)
-        assert isinstance(self.store, Blocks)
-        for part in self.store.parts:
-            size = len(self.store.lists[part])
-            self.store.lists[part], rest = rest[:size], rest[size:]
-        s = self.state
-        s.gate, s.readiness, s.bounds, s.t, s.skipped = rest[:5]
-        s.sn_v = dict(zip(s.sn_v, rest[5:], strict=True))
+        count, s = len(self.store.tensors()), self.state
+        self.store.adopt(tensors[:count])
+        s.gate, s.readiness, s.bounds, s.t, s.skipped, *rest = tensors[count:]
+        s.sn_v = dict(zip(s.sn_v, rest, strict=True))
 
     def function(self, example: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Outputs]:
         """The step function of the variant."""
@@ -236,9 +225,9 @@ class TorchTrainer:
     """Trains on resident data; batches are picked on the device, within the graph where there is one."""
 
     def __init__(
-        self, config: Config, start: State, data: Mapping[str, NDArray[Any]], variant: str, device: str, mode: str
+        self, config: Config, start: State, data: Mapping[str, NDArray[Any]], variant: str, device: str
     ) -> None:
-        self.owner = TorchStep(config, start, variant, device, mode=mode)
+        self.owner = TorchStep(config, start, variant, device)
         self.count = 0
         self.rows = len(data["state"])
         floats = ("next_state", "ofi", "next_ofi", "reward", "discount", "weight")
@@ -327,19 +316,17 @@ def _packed(arrays: list[tuple[str, NDArray[Any]]], dtype: Any, device: str) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """Check and time PyTorch."""
-    made = parser("The training step in PyTorch.", VARIANTS)
-    made.add_argument("--mode", default=COMPILE_MODE, help="of torch.compile (default: %(default)s)")
-    options = made.parse_args(argv)
+    options = parser("The training step in PyTorch.", VARIANTS).parse_args(argv)
     if options.device == "cpu" and options.variant != "eager":
         print("note: on a CPU nothing is captured")
     torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
     device, dtype = options.device, getattr(torch, options.dtype)
 
     def make(config: Config, start: State) -> TorchChecker:
-        return TorchChecker(config, start, options.variant, device, dtype, mode=options.mode)
+        return TorchChecker(config, start, options.variant, device, dtype)
 
     def train(config: Config, start: State, data: Mapping[str, NDArray[Any]]) -> TorchTrainer:
-        return TorchTrainer(config, start, data, options.variant, device, options.mode)
+        return TorchTrainer(config, start, data, options.variant, device)
 
     def memory() -> float | None:
         return round(torch.cuda.memory_reserved() / 2**20, 1) if device == "cuda" else None

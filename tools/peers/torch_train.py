@@ -7,16 +7,17 @@ guard costs no pass over the parameters and no wait of the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.reference.config import GATE_NAMES, READINESS_NAMES, Config
 from tests.reference.step import State
-from tools.peers.common import blocks_of, bound_table, entries_of, groups_of
+from tools.peers.common import bound_table, entries_of, groups_of
 from tools.peers.torch_net import Net
 
 #: Elements per row of the row layout: rows belong to one tensor, tensors start at 512 bytes.
@@ -61,8 +62,9 @@ class Rows:
         self.buffers = {part: torch.zeros(total, ROW, dtype=dtype, device=device) for part in self.parts[:3]}
         self.buffers["target"] = torch.zeros(self.target_rows, ROW, dtype=dtype, device=device)
         self.grad = torch.zeros(total, ROW, dtype=dtype, device=device)
-        self.views = {part: self._views(buffer, part == "target") for part, buffer in self.buffers.items()}
+        self.padding = [c * ROW - e.size for c, e in zip(counts, self.entries, strict=True)]
         self.grad_views = list(self._views(self.grad, False).values())
+        self.views = {part: self._views(buffer, part == "target") for part, buffer in self.buffers.items()}
         for part, views in self.views.items():
             for name, view in views.items():
                 view.copy_(torch.from_numpy(np.asarray(start[part][name])))
@@ -85,9 +87,19 @@ class Rows:
         """The storage."""
         return list(self.buffers.values())
 
-    def norms(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """‖g‖ of every group; gathers the gradients into one buffer."""
-        torch._foreach_copy_(self.grad_views, [grads[entry.name] for entry in self.entries])
+    def adopt(self, buffers: Sequence[Tensor]) -> None:
+        """Take these tensors for the storage (order of `tensors`)."""
+        self.buffers = dict(zip(self.buffers, buffers, strict=True))
+        self.views = {part: self._views(buffer, part == "target") for part, buffer in self.buffers.items()}
+
+    def norms(self, grads: Mapping[str, Tensor], fusing: bool) -> Tensor:
+        """‖g‖ of every group; gathers the gradients in one buffer, a new one where a compiler fuses what follows."""
+        found = [grads[entry.name] for entry in self.entries]
+        if fusing:
+            padded = [functional.pad(x.reshape(-1), (0, n)) for x, n in zip(found, self.padding, strict=True)]
+            self.grad = torch.cat(padded).view(-1, ROW)
+        else:
+            torch._foreach_copy_(self.grad_views, found)
         return torch.stack(torch._foreach_norm([self.grad[a:b] for a, b in self.spans]))
 
     def update(self, net: Net, ok: Tensor, scale: Tensor, bounds: Tensor, t: Tensor) -> None:
@@ -116,105 +128,6 @@ class Rows:
         """Per group its elements of the four families; padding is 0, below every |x|."""
         families = (self.buffers["params"], self.buffers["m"], self.buffers["v"], self.grad)
         return [[x[a:b].view(-1) for x in families] for a, b in self.spans]
-
-
-class Blocks:
-    """A tensor per block ("tree": per parameter, "group": matrices and vectors of a group), in foreach form.
-
-    Coefficients are 0-dimensional tensors beside each block: a compiler fuses the lists into a few kernels.
-    """
-
-    parts = ("params", "m", "v", "target")
-
-    def __init__(self, config: Config, start: State, device: str, dtype: torch.dtype, layout: str) -> None:
-        self.blocks = blocks_of(config, layout)
-        self.owner = [block.group for block in self.blocks]
-        self.groups = len(groups_of(config))
-        self.sizes = [sum(e.size for e in entries_of(config) if e.group == g) for g in range(self.groups)]
-        signals, names = start["signals"], groups_of(config)
-        self.rates = [signals[f"lr.{names[g]}"] for g in self.owner]
-        self.lists: dict[str, list[Tensor]] = {}
-        for part in self.parts:
-            kept = [block for block in self.blocks if part != "target" or block.target]
-            filled = [np.concatenate([np.ravel(start[part][e.name]) for e in block.entries]) for block in kept]
-            if layout == "tree":
-                filled = [x.reshape(block.entries[0].shape) for x, block in zip(filled, kept, strict=True)]
-            self.lists[part] = [torch.tensor(x, dtype=dtype, device=device) for x in filled]
-        self.grad: list[Tensor] = []
-
-    @property
-    def views(self) -> dict[str, dict[str, Tensor]]:
-        """Per part the tensors by name."""
-        made: dict[str, dict[str, Tensor]] = {}
-        for part in self.parts:
-            kept = [block for block in self.blocks if part != "target" or block.target]
-            made[part] = {}
-            for block, x in zip(kept, self.lists[part], strict=True):
-                parts = x.view(-1).split([e.size for e in block.entries])
-                made[part] |= {e.name: y.view(e.shape) for e, y in zip(block.entries, parts, strict=True)}
-        return made
-
-    def tensors(self) -> list[Tensor]:
-        """The storage."""
-        return [x for part in self.parts for x in self.lists[part]]
-
-    def norms(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """‖g‖ of every group."""
-        flat = [[grads[entry.name].reshape(-1) for entry in block.entries] for block in self.blocks]
-        joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in flat]
-        self.grad = [g.view(x.shape) for g, x in zip(joined, self.lists["params"], strict=True)]
-        squares: list[list[Tensor]] = [[] for _ in range(self.groups)]
-        for g, x in zip(self.owner, torch._foreach_norm(self.grad), strict=True):
-            squares[g].append(x.square())
-        return torch.stack([torch.stack(parts).sum() for parts in squares]).sqrt()
-
-    def update(self, net: Net, ok: Tensor, scale: Tensor, bounds: Tensor, t: Tensor) -> None:
-        """Clip and clamped Adam; `grad` then holds ĝ."""
-        signals, w, m, v = net.signals, self.lists["params"], self.lists["m"], self.lists["v"]
-
-        def spread(row: Tensor) -> list[Tensor]:
-            parts = row.unbind()
-            return [parts[g] for g in self.owner]
-
-        live = ok.to(t.dtype)
-        beta1, beta2, factor, eps = adam_scalars(signals, live, t)
-        high = spread(bounds[GRAD])
-        g = [torch.where(ok, x, 0.0) for x in self.grad]
-        g = torch._foreach_mul(g, spread(scale))
-        g = torch._foreach_maximum(torch._foreach_minimum(g, high), torch._foreach_neg(high))
-        high, count = spread(bounds[ADAM_M]), len(g)
-        moved = torch._foreach_mul(torch._foreach_sub(g, m), [beta1] * count)
-        new_m = torch._foreach_maximum(
-            torch._foreach_minimum(torch._foreach_add(m, moved), high), torch._foreach_neg(high)
-        )
-        moved = torch._foreach_mul(torch._foreach_sub(torch._foreach_mul(g, g), v), [beta2] * count)
-        new_v = torch._foreach_minimum(torch._foreach_add(v, moved), spread(bounds[ADAM_V]))
-        step = torch._foreach_div(new_m, torch._foreach_add(torch._foreach_sqrt(new_v), [eps] * count))
-        step = torch._foreach_mul(step, [factor * -rate for rate in self.rates])
-        if signals["weight_decay"]:
-            decay = [signals["weight_decay"] if block.matrix else 0.0 for block in self.blocks]
-            shrink = [live * (rate * x) for rate, x in zip(self.rates, decay, strict=True)]
-            step = torch._foreach_sub(step, torch._foreach_mul(w, shrink))
-        unbounded = torch.full_like(t, math.inf)
-        limits = spread(bounds[WEIGHT])
-        high = [x if b.matrix else unbounded for x, b in zip(limits, self.blocks, strict=True)]
-        new_w = torch._foreach_minimum(torch._foreach_add(w, step), high)
-        new_w = torch._foreach_maximum(new_w, torch._foreach_neg(high))
-        for old, new in ((w, new_w), (m, new_m), (v, new_v)):
-            torch._foreach_copy_(old, new)
-        self.grad = list(g)
-
-    def polyak(self, tau: Tensor) -> None:
-        """θ' += τ(θ − θ')."""
-        target, params = self.lists["target"], self.lists["params"]
-        kept = [x for x, block in zip(params, self.blocks, strict=True) if block.target]
-        torch._foreach_add_(target, torch._foreach_mul(torch._foreach_sub(kept, target), [tau] * len(kept)))
-
-    def family_parts(self) -> list[list[Tensor]]:
-        """Per group its elements of the four families."""
-        families = (self.lists["params"], self.lists["m"], self.lists["v"], self.grad)
-        members = [[i for i, g in enumerate(self.owner) if g == group] for group in range(self.groups)]
-        return [[torch.cat([x[i].reshape(-1) for i in part]) for x in families] for part in members]
 
 
 def adam_scalars(signals: Mapping[str, float], live: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,7 +204,7 @@ def spectral_norm(net: Net, s: TorchState, params: Mapping[str, Tensor], ok: Ten
     return sigma
 
 
-def oracles(net: Net, s: TorchState, store: Rows | Blocks, ok: Tensor) -> None:
+def oracles(net: Net, s: TorchState, store: Rows, ok: Tensor) -> None:
     """p99 of every group and family, exact; the smallest of the largest n − index values."""
     found = []
     for n, parts in zip(store.sizes, store.family_parts(), strict=True):
@@ -302,11 +215,9 @@ def oracles(net: Net, s: TorchState, store: Rows | Blocks, ok: Tensor) -> None:
     s.bounds.copy_(torch.where(ok, new, s.bounds))
 
 
-def optimize(
-    net: Net, s: TorchState, store: Rows | Blocks, clips: Tensor, grads: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def optimize(net: Net, s: TorchState, store: Rows, clips: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Norms, guard, Adam, spectral norm and targets, in place. Returns norms, σ and whether the step counts."""
-    norms = store.norms(grads)
+    norms = store.norms(grads, net.fusing)
     ok = torch.isfinite(norms).all()
     t = s.t + 1.0
     floor = net.signals["eps_clamp_floor"]
