@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,20 @@ class GraphExec(Resource):
         status = self._launch(self.handle, stream.handle)[0]
         if status != SUCCESS:
             self._device.launch_failed("cuGraphLaunch", (self.handle, stream.handle), status)
+
+    def bind(self, stream: Stream) -> Callable[[], None]:
+        """A function that enqueues one replay on `stream`, with everything it needs looked up once.
+
+        It is for the hot path of an owner that closes the executable: once that is closed it must not be called.
+        """
+        launch, handle, queue, failed = self._launch, self.handle, stream.handle, self._device.launch_failed
+
+        def replay() -> None:
+            status = launch(handle, queue)[0]
+            if status:  # CUDA_SUCCESS is 0
+                failed("cuGraphLaunch", (handle, queue), status)
+
+        return replay
 
     def upload(self, stream: Stream) -> None:
         """Move the graph's own data to the device now, so that the first launch is as fast as the others."""

@@ -53,7 +53,9 @@ class StepGraph:
         self._exec = graph.instantiate()
         self.instantiations = 1
         self.launch = self._exec.launch
-        """`launch(*, stream)`: enqueue one replay (bound method of the executable: the hot path has no wrapper)."""
+        """`launch(*, stream)`: enqueue one replay."""
+        self.bind = self._exec.bind
+        """`bind(stream)`: a function without arguments that does so, for the hot path of who closes the graph."""
 
     def census(self) -> Census:
         """Counts read back from the driver's graph, not from the plan."""
