@@ -1,5 +1,5 @@
-// fx_c51 (up to 64 atoms), fx_c51_wide: the losses of the dueling C51 heads and their gradient, all D branches of a row
-// in one pass.
+// fx_c51 (up to 64 atoms), fx_c51_wide: the losses of the C51 heads and their gradient, all D branches of a row in one
+// pass.
 //   z_k        = v_min + k spacing;  top = atoms - 1
 //   m          = project(reward + discount z, p'), p' = softmax of branch d's target logits of action best:
 //                atom k receives sum_j p'_j max(0, 1 - |u_j - k|), u_j = (reward + discount z_j - v_min) / spacing,
@@ -13,6 +13,7 @@
 //   dq_d[a]        = w_cql (softmax(q_d)[a] - [a = action]) + w_distill (q_d[action] - mean theta) [a = action]
 //   g_d[a, k]      = dq_d[a] p_d[a, k] (z_k - q_d[a]) + w_c51 weight[b] (p_d[a, k] sum(m) - m_k) [a = action]
 //   dadv_d[a, k]   = g_d[a, k] - mean_a g_d[a, k];   dv[k] = sum_d sum_a g_d[a, k]      (=, never +=)
+//   Heads without a value (v and v_target null) are plain: adv holds the logits, and dadv_d = g_d.
 // An infinite reward lands on the outermost atom, as the projection says; a NaN reward makes the row NaN, and so does
 // an action outside [0, n_d), which is looked up nowhere.
 //
@@ -25,11 +26,11 @@
 struct C51 {
     int first_tile;
     int tiles;
-    const float* v;              // [rows, atoms], online networks at s
+    const float* v;              // [rows, atoms], online networks at s; null: plain heads
     const float* adv[8];         // per branch [rows, n_d * atoms]
     const float* q;              // [rows, all actions], from fx_dueling
     const float* lse;            // [rows, all actions], from fx_dueling
-    const float* v_target;       // [rows, atoms], target networks at s'
+    const float* v_target;       // [rows, atoms], target networks at s'; null with v
     const float* adv_target[8];  // per branch [rows, n_d * atoms]
     const float* lse_target;     // [rows, all actions]
     const float* theta;          // [rows, quantiles, all actions], IQN at s, or null: no distillation
@@ -42,7 +43,7 @@ struct C51 {
     const float* w_cql;          // one float or null
     const float* w_distill;      // one float or null
     float* dadv[8];              // per branch [rows, n_d * atoms], all null: no gradient
-    float* dv;                   // [rows, atoms], null without dadv
+    float* dv;                   // [rows, atoms], null without dadv or v
     float* td;                   // [rows] or null
     double* c51_partials;        // [tiles] or null
     double* cql_partials;        // [tiles] or null
@@ -107,6 +108,7 @@ template <int CHUNKS, int KEEP>
 __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row, int d, float* shared) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     const int n = record.sizes[d], atoms = record.atoms, offset = record.offset[d];
+    const bool dueling = record.v != nullptr;
 
     // Everything that can be on its way at once.
     const int action = record.actions[row * record.ld_actions + d];
@@ -116,8 +118,8 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row
     C51Losses losses = {};
     losses.weight = record.weight[row];
     float base[CHUNKS], next[CHUNKS];
-    c51_load(base, record.v + row * record.ld_v, atoms);
-    c51_load(next, record.v_target + row * record.ld_v_target, atoms);
+    c51_load(base, record.v + row * record.ld_v, dueling ? atoms : 0);
+    c51_load(next, record.v_target + row * record.ld_v_target, dueling ? atoms : 0);
     const C51Advantages<CHUNKS, KEEP> adv(record.adv[d] + row * record.ld_adv[d], n, atoms);
     const C51Advantages<CHUNKS, KEEP> target(record.adv_target[d] + row * record.ld_adv_target[d], n, atoms);
     const C51Actions<KEEP> q(record.q + row * record.ld_q + offset, n);
@@ -141,14 +143,14 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row
     if (disc == 0.0f) {
         c51_point(atoms, start, m);
     } else {
-        target.center(next);
+        if (dueling) target.center(next);
         const float norm = lse_target.pick(best);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) next[c] = expf(next[c] + target.pick(best, c) - norm);
         c51_spread(atoms, start, disc, next, shared, m);
     }
 
-    adv.center(base);
+    if (dueling) adv.center(base);
     float entropy = 0.0f, mass = 0.0f;
     const float lse_taken = lse.pick(taken);
 #pragma unroll
@@ -223,7 +225,7 @@ __device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row
         for (int c = 0; c < CHUNKS; ++c) {
             if (lane + 32 * c >= atoms) continue;
             const float g = KEEP > 0 ? kept[KEEP > 0 ? a : 0][c] : gradient(at, a, c);
-            dadv[a * atoms + 32 * c] = g - over[c] * inverse;
+            dadv[a * atoms + 32 * c] = dueling ? g - over[c] * inverse : g;
         }
     }
     __syncwarp();  // every lane has read the projected probabilities

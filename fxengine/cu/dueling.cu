@@ -1,5 +1,5 @@
-// fx_dueling: one branch of the dueling C51 head, forward. Its backward is in c51.cu, where the loss is.
-//   logits[b, a, k] = v[b, k] + adv[b, a, k] - mean_a adv[b, a, k]
+// fx_dueling: one branch of the C51 heads, forward. Its backward is in c51.cu, where the loss is.
+//   logits[b, a, k] = v[b, k] + adv[b, a, k] - mean_a adv[b, a, k], or adv[b, a, k] where v is null
 //   p               = softmax of the logits over the atoms k; z_k = v_min + k spacing
 //   q[b, a]         = sum_k z_k p[b, a, k]
 //   lse[b, a]       = log of the softmax's denominator: log p = logits - lse, all that the losses need of the softmax
@@ -13,7 +13,7 @@
 struct Dueling {
     int first_tile;
     int tiles;
-    const float* v;       // [rows, atoms]
+    const float* v;       // [rows, atoms], or null: adv holds the logits
     const float* adv;     // [rows, actions * atoms]
     float* q;             // [rows, actions]
     float* lse;           // [rows, actions] or null
@@ -37,25 +37,27 @@ template <int CHUNKS, int GROUP>
 __device__ __forceinline__ void dueling_row(const Dueling& record, long long row) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     const int atoms = record.atoms, actions = record.actions;
-    const float* v = record.v + row * record.ld_v;
     const float* adv = record.adv + row * record.ld_adv;
     float* q = record.q + row * record.ld_q;
 
     float base[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) base[c] = 0.0f;
-    for (int a = 0; a < actions; ++a) {
+    if (record.v != nullptr) {
+        const float* v = record.v + row * record.ld_v;
+        for (int a = 0; a < actions; ++a) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const int k = lane + 32 * c;
+                if (k < atoms) base[c] += adv[a * atoms + k];
+            }
+        }
+        const float share = fx_divide(1.0f, static_cast<float>(actions));
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const int k = lane + 32 * c;
-            if (k < atoms) base[c] += adv[a * atoms + k];
+            base[c] = k < atoms ? v[k] - base[c] * share : 0.0f;
         }
-    }
-    const float share = fx_divide(1.0f, static_cast<float>(actions));
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
-        base[c] = k < atoms ? v[k] - base[c] * share : 0.0f;
     }
 
     int best = 0;

@@ -5,7 +5,8 @@
 // fx_iqn_mix: x[b N + i, :] = phi[b N + i, :] * h2[b, :].
 // fx_iqn_mix_backward, from dx, the gradient of x, with phi = relu(...):
 //   dphi[b N + i, :] = dx[b N + i, :] * h2[b, :] where phi > 0, else 0    (=; may be dx itself)
-//   dh2[b, :]        = or += scale * sum_i dx[b N + i, :] * phi[b N + i, :],  scale = *weight * *readiness
+//   dh2[b, :]        = or += scale * sum_i dx[b N + i, :] * phi[b N + i, :] * slope,  scale = *weight * *readiness,
+//                      slope that of the activation that made h2
 //   A scale of 0 gives an exact 0, whatever dx and phi hold; accumulating, it leaves dh2 untouched.
 //   A tile of both is one b and 128 columns: a lane owns 4 columns, a warp every eighth quantile; the sums of the eight
 //   warps are added in their order.
@@ -63,6 +64,7 @@ struct IqnMixBackward {
     int rows;
     int quantiles;
     int cols;
+    int activation;          // FxActivation that made h2
     int accumulate;          // 1 = dh2 +=
 };
 
@@ -229,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_iqn_mix_backward(const IqnM
         float total = sum.at[k];
 #pragma unroll
         for (int other = 1; other < 8; ++other) total += sums[other][lane].at[k];
-        result.at[k] += fx_scaled(scale, total);
+        result.at[k] += fx_scaled(scale, total * fx_activate_slope(record.activation, h2.at[k]));
     }
     iqn_store(dh2, result, left, quads_dh2);
 }

@@ -2,8 +2,8 @@
 //
 // fx_iqn_backward_<precision>_<columns>: with slope of relu taken from hidden and from phi, made again from tau:
 //   dhidden = (dtheta w_iq2) slope(hidden), dmixed = dhidden w_iq1, dphi = dmixed h2[b] slope(phi)
-//   dh2[b]  = or += scale * sum over the N rows of b of dmixed phi, scale = *weight * *readiness; a scale of 0 gives an
-//             exact 0, or accumulating leaves dh2 untouched
+//   dh2[b]  = or += scale * slope(h2) * sum over the N rows of b of dmixed phi, scale = *weight * *readiness, the slope
+//             that of the activation that made h2; a scale of 0 gives an exact 0, or accumulating leaves dh2 untouched
 //   partial[slice] = the slice's share of dw_iq1 = dhidden^T mixed, dw_phi = dphi^T cosines, db_phi, db_iq1
 //   A block owns COLUMNS columns of h2, whose weights and sums of weight gradients it keeps in shared memory and in
 //   registers, and every slices-th tile of ROWS rows: nothing of the size [rows, features] is ever in memory. Per tile:
@@ -42,6 +42,7 @@ struct IqnBackward {
     int width;               // at most 128
     int outputs;
     int slices;
+    int activation;          // FxActivation that made h2
     int accumulate;          // 1 = dh2 +=
 };
 
@@ -319,6 +320,10 @@ __device__ __forceinline__ void iqn_states(const B& block, const IqnBackward& r,
         float total = 0.0f;
         for (int part = 0; part < parts; ++part) total += block.sums[(sample * parts + part) * COLUMNS + column];
         float* to = r.dh2 + static_cast<long long>(row / r.quantiles) * r.ld_dh2 + column0 + column;
+        if (r.activation != FX_NONE) {
+            const long long at = static_cast<long long>(row / r.quantiles) * r.ld_h2 + column0 + column;
+            total *= fx_activate_slope(r.activation, r.h2[at]);
+        }
         const float value = fx_scaled(scale, total);
         *to = r.accumulate != 0 ? *to + value : value;
     }

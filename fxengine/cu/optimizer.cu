@@ -15,7 +15,8 @@
 //   g' = clamp(scale g, G)    m = clamp(beta1 m + (1 - beta1) g', M)    v = min(beta2 v + (1 - beta2) g'^2, V)
 //   w -= lr (m / corrections[0] / (sqrt(v / corrections[1]) + eps) + weight_decay w)
 //   decay and the clamp of w to [-W, W] for matrices only. A bound is max(slot, bound_floor); a slot of 0 = no bound.
-//   target += tau (w - target) with the new w, where the group has targets and `kinds` says so; not if tau is 0.
+//   target += tau (w - target) with the new w, where the group has targets and `kinds` says so. A tau of 0 leaves the
+//   targets every bit, a tau of 1 makes them the new w bit for bit.
 //   kinds: bit q of the words [i] is for the elements 128 i + 4 q ... + 3: in the first word, they are part of a
 //   matrix; in the second, their target moves here.
 //
@@ -154,7 +155,9 @@ __device__ __forceinline__ void adam_element(
     w = fx_limit(w - step.lr * (direction + (matrix ? step.decay : 0.0f) * w), matrix ? step.weight_bound : FX_INF);
 }
 
-__device__ __forceinline__ float adam_follow(float target, float w, float tau) { return target + tau * (w - target); }
+__device__ __forceinline__ float adam_follow(float target, float w, float tau) {
+    return tau == 1.0f ? w : target + tau * (w - target);
+}
 
 // Norm and clip factor of the block's group, by one warp, from the group's partial sums.
 __device__ __forceinline__ float adam_scale(

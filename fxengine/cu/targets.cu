@@ -1,5 +1,6 @@
 // fx_polyak: targets += tau (params - targets), element by element; one record per group, 1024 elements per tile.
-//   In place on the targets. When skip is set or tau is 0 nothing is written: the targets keep every bit.
+//   In place on the targets. When skip is set or tau is 0 nothing is written: the targets keep every bit. A tau of 1
+//   copies the parameters bit for bit, which the formula does not: its difference and its sum are rounded.
 #include "fx.cuh"
 
 struct Polyak {
@@ -13,7 +14,7 @@ struct Polyak {
 };
 
 __device__ __forceinline__ float polyak(float target, float param, float tau) {
-    return target + tau * (param - target);
+    return tau == 1.0f ? param : target + tau * (param - target);
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_polyak(const Polyak* table, int count) {

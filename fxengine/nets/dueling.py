@@ -31,6 +31,12 @@ class BranchedHeads:
     heads: Heads
     best: Tensor | None
 
+    @property
+    def v(self) -> Tensor:
+        """The value head's output [B, K]; plain heads have none."""
+        assert self.heads.v is not None
+        return self.heads.v
+
     def q(self, branch: int) -> Tensor:
         """q of one branch [B, n_d], a view."""
         first = self.heads.offsets[branch]

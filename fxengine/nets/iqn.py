@@ -1,4 +1,4 @@
-"""Implicit quantile network: θ = lin(relu(lin(h2⊙φ))), φ = relu(lin(cos(π·i·τ))) (docs/step.md §2).
+"""Implicit quantile network: θ = lin(relu(lin(h⊙φ))), φ = relu(lin(cos(π·i·τ))) (docs/step.md §2).
 
 Where the fused kernels serve the device, the precision and the sizes, a network is one launch forward and one backward;
 else it is made of separate layers. Which of both is a pure function of these three.
@@ -6,52 +6,99 @@ else it is made of separate layers. Which of both is a pure function of these th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
 from fxengine.config import StepConfig
-from fxengine.graphs import Tensor
+from fxengine.graphs import CONSTANTS, Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.passes import Pass
 from fxengine.nets.tape import Gradients
 from fxengine.ops import iqn, iqn_fused, linear
-from fxengine.train.groups import linear_specs
+from fxengine.train.groups import ParamSpec, linear_specs
+
+#: Two floats on the device whose product multiplies the gradient into h.
+Scale: TypeAlias = "tuple[Tensor, Tensor]"
+
+@dataclass(frozen=True)
+class Network:
+    """Shape of a quantile network.
+
+    Attributes:
+        sizes: of its layers.
+        quantiles: fractions N per row of the pass that is trained.
+        others: fractions per row of the pass that runs beside it, N'; 0: there is none.
+    """
+
+    sizes: iqn_fused.Sizes
+    quantiles: int
+    others: int = 0
+
+
+def network(config: StepConfig) -> Network:
+    """The quantile network of the specified step."""
+    sizes = iqn_fused.Sizes(config.iqn_cos, config.h2, config.iqn_h, sum(config.branches))
+    return Network(sizes, config.iqn_quantiles, config.iqn_target_quantiles)
+
+
+def specs(sizes: iqn_fused.Sizes, *, random_bias: bool = False) -> list[ParamSpec]:
+    """Parameters of a quantile network: layers phi, iq1, iq2."""
+    return [
+        *linear_specs("phi", sizes.features, sizes.cosines, random_bias=random_bias),
+        *linear_specs("iq1", sizes.width, sizes.features, random_bias=random_bias),
+        *linear_specs("iq2", sizes.outputs, sizes.width, random_bias=random_bias),
+    ]
 
 
 def declare(step: StepBuilder, config: StepConfig) -> None:
     """Group iqn (3), with a target copy."""
-    specs = [
-        *linear_specs("phi", config.h2, config.iqn_cos),
-        *linear_specs("iq1", config.iqn_h, config.h2),
-        *linear_specs("iq2", sum(config.branches), config.iqn_h),
-    ]
-    step.group("iqn", specs, target=True)
+    step.group("iqn", specs(network(config).sizes), target=True)
 
 
 def forward(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
-    """θ [B·N, Σn_d] of h2 [B, H2] at the fractions τ [B, N]."""
-    if _is_fused(p, config):
-        return _fused(p, config, h2, tau)
-    rows = tau.size
-    cosines = p.tensor("cosines", rows, config.iqn_cos)
+    """θ of the specified step, whose gradient into h2 is scaled by w_iqn·iqn_readiness."""
+    scale = (p.step.signal("w_iqn"), p.step.signal("iqn_readiness")) if p.trained else None
+    return quantiles(p, network(config), h2, tau, scale=scale)
+
+
+def quantiles(p: Pass, net: Network, h: Tensor, tau: Tensor, *, scale: Scale | None = None) -> Tensor:
+    """θ [B·N, outputs] of h [B, H] at the fractions τ [B, N]; row b·N + i is quantile i of row b.
+
+    Args:
+        p: the pass; its step has the parameters `specs`.
+        net: the network.
+        h: features of the state. If they are trained they get a gradient.
+        tau: quantile fractions.
+        scale: multiplies that gradient; None: it flows at full scale.
+    """
+    if p.trained and scale is None:
+        one = p.program.tensor(f"theta{p.suffix}.one", (1,), arena=CONSTANTS, data=np.ones(1, np.float32))
+        scale = one, one
+    if _is_fused(p, net):
+        return _fused(p, net, h, tau, scale)
+    cosines = p.tensor("cosines", tau.size, net.sizes.cosines)
     iqn.cosines(p.program, tau, cosines, label=f"cosines{p.suffix}")
     phi = p.linear(cosines, "phi", activation="relu", name="phi")
-    mixed = _mix(p, phi, h2)
+    mixed = _mix(p, phi, h, scale)
     hidden = p.linear(mixed, "iq1", activation="relu", name="iq1")
     return p.linear(hidden, "iq2", name="theta")
 
 
-def _is_fused(p: Pass, config: StepConfig) -> bool:
-    """Whether the fused kernels serve both networks of the step, forward and backward."""
-    sizes = iqn_fused.Sizes(config.iqn_cos, config.h2, config.iqn_h, sum(config.branches))
-    served = (p.program.target, p.program.precision, sizes)
-    return iqn_fused.fits(*served) and iqn_fused.fits_backward(*served, config.iqn_quantiles)
+def _is_fused(p: Pass, net: Network) -> bool:
+    """Whether the fused kernels serve all passes of the step, forward and backward."""
+    served = (p.program.target, p.program.precision, net.sizes)
+    return iqn_fused.fits(*served) and iqn_fused.fits_backward(*served, net.quantiles)
 
 
-def _fused(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
+def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -> Tensor:
     """The network in one launch, which the step's two networks share; backward in another."""
     weights = iqn_fused.Weights(*(p.weight(f"{kind}_{layer}") for layer in ("phi", "iq1", "iq2") for kind in "wb"))
-    hidden = p.tensor("iq1", tau.size, config.iqn_h) if p.trained else None
-    theta = p.tensor("theta", tau.size, sum(config.branches))
-    share = tau.shape[1] / (config.iqn_quantiles + config.iqn_target_quantiles)
-    iqn_fused.forward(p.program, tau, h2, weights, theta, hidden=hidden, share=share, label=f"{theta.name}.fwd")
+    hidden = p.tensor("iq1", tau.size, net.sizes.width) if p.trained else None
+    theta = p.tensor("theta", tau.size, net.sizes.outputs)
+    share = tau.shape[1] / (net.quantiles + net.others)  # of the device: in proportion to the rows
+    iqn_fused.forward(p.program, tau, h, weights, theta, hidden=hidden, share=share, label=f"{theta.name}.fwd")
     if hidden is None:
         return theta
     stored = hidden
@@ -77,17 +124,19 @@ def _fused(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
                 accumulate=accumulate_gradients,
                 label=f"{gradients.prefix}theta.dw",
             )
-        dh2, accumulate = gradients.contribute(h2)
+        dh, accumulate = gradients.contribute(h) if p.tape.tracked(h) else (None, False)
+        weight, readiness = scale or (None, None)
         iqn_fused.backward(
             p.program,
             dtheta,
             tau,
-            h2,
+            h,
             weights,
             stored,
-            dh2=dh2,
-            weight=p.step.signal("w_iqn"),
-            readiness=p.step.signal("iqn_readiness"),
+            dh2=dh,
+            weight=weight,
+            readiness=readiness,
+            activation=p.tape.activation(h) if dh else "none",
             accumulate=accumulate,
             gradients=wanted,
             accumulate_gradients=accumulate_gradients,
@@ -98,10 +147,10 @@ def _fused(p: Pass, config: StepConfig, h2: Tensor, tau: Tensor) -> Tensor:
     return p.tape.track(theta)
 
 
-def _mix(p: Pass, phi: Tensor, h2: Tensor) -> Tensor:
-    """h2⊙φ, each row of h2 met by its N rows of φ. The gradient into h2 is scaled by w_iqn·iqn_readiness."""
+def _mix(p: Pass, phi: Tensor, h: Tensor, scale: Scale | None) -> Tensor:
+    """h⊙φ, each row of h met by its N rows of φ."""
     mixed = p.tensor("mixed", *phi.shape)
-    iqn.mix(p.program, phi, h2, mixed, label=f"mixed{p.suffix}")
+    iqn.mix(p.program, phi, h, mixed, label=f"mixed{p.suffix}")
     if not p.trained:
         return mixed
 
@@ -109,16 +158,18 @@ def _mix(p: Pass, phi: Tensor, h2: Tensor) -> Tensor:
         dmixed = gradients.settle(mixed)
         if dmixed is None:
             return
-        dh2, accumulate = gradients.contribute(h2)
+        dh, accumulate = gradients.contribute(h) if p.tape.tracked(h) else (None, False)
+        weight, readiness = scale or (None, None)
         iqn.mix_backward(
             p.program,
             dmixed,
             phi,
-            h2,
+            h,
             gradients.output(phi),
-            dh2=dh2,
-            weight=p.step.signal("w_iqn"),
-            readiness=p.step.signal("iqn_readiness"),
+            dh2=dh,
+            weight=weight,
+            readiness=readiness,
+            activation=p.tape.activation(h) if dh else "none",
             accumulate=accumulate,
             label=f"{gradients.prefix}mixed.dx",
         )

@@ -1,4 +1,4 @@
-"""Losses of the dueling C51 heads and their gradient, all branches in one pass (`c51.cu`).
+"""Losses of C51 heads, dueling or plain, and their gradient, all branches in one pass (`c51.cu`).
 
 Three losses share the pass, since they share what they read: the distributional Bellman error with its categorical
 projection, the conservative term, and the distillation from an IQN. Each has a weight on the device; a loss without a
@@ -91,8 +91,8 @@ def losses(
         w_c51: float32 [1], weight of the distributional loss in the gradient, or None to leave the loss out of it.
         w_cql: float32 [1] or None, weight of logsumexp_a q_d - q_d[action].
         w_distill: float32 [1] or None, weight of (q_d[action] - mean theta[action])^2 / 2.
-        dv: float32 [B, K], gradient of `online.v`, or None for no gradient at all.
-        dadv: per branch float32 [B, n_d * K], gradients of `online.adv`; with dv.
+        dv: float32 [B, K], gradient of `online.v`; None for no gradient at all, or for plain heads, which have no v.
+        dadv: per branch float32 [B, n_d * K], gradients of `online.adv`; empty for no gradient.
         td: float32 [B], mean over the branches of the cross-entropy: the replay priority.
         loss_c51: float32 [1] = mean_b weight_b td_b.
         loss_cql: float32 [1], mean over rows and branches.
@@ -103,14 +103,15 @@ def losses(
     Raises:
         ProgramError: a shape or dtype does not match, or an output lacks an input that it needs.
     """
-    rows, atoms = matrix(online.v, "online.v", name)
+    atoms, sizes = online.atoms, online.sizes
+    rows, total = matrix(online.q, "online.q", name)[0], sum(sizes)
     spacing = atom_spacing(atoms, v_min, v_max, name)
-    sizes = online.sizes
-    total = sum(sizes)
     if not 1 <= len(sizes) <= MAX_BRANCHES:
         raise ProgramError(f"'{name}': {len(sizes)} branches; the kernel takes 1 to {MAX_BRANCHES}")
     if len(target.adv) != len(sizes):
         raise ProgramError(f"'{name}': {len(sizes)} online branches, but {len(target.adv)} target branches")
+    if (online.v is None) != (target.v is None):
+        raise ProgramError(f"'{name}': online and target heads must both be dueling or both plain (v None)")
     for side, heads in (("online", online), ("target", target)):
         require(heads.v, np.float32, (rows, atoms), f"{side}.v", name)
         require(heads.lse, np.float32, (rows, total), f"{side}.lse", name)
@@ -129,7 +130,7 @@ def losses(
     quantiles = _quantiles(theta, rows, total, name)
     if (w_distill or loss_distill) and theta is None:
         raise ProgramError(f"'{name}': w_distill and loss_distill need theta")
-    _check_gradients(online, sizes, dv, dadv, list(signals.values()), name)
+    _check_gradients(online, dv, dadv, list(signals.values()), name)
 
     tiles = _tiles({"rows": rows, "branches": len(sizes)})
     partials = {
@@ -139,11 +140,11 @@ def losses(
     program.launch(
         C51 if atoms <= _ATOMS else C51_WIDE,
         {
-            "v": online.v,
+            "v": online.v or 0,
             "adv": online.adv,
             "q": online.q,
             "lse": online.lse,
-            "v_target": target.v,
+            "v_target": target.v or 0,
             "adv_target": target.adv,
             "lse_target": target.lse,
             "theta": theta or 0,
@@ -160,10 +161,10 @@ def losses(
             "ld_adv": tuple(t.ld for t in online.adv),
             "ld_adv_target": tuple(t.ld for t in target.adv),
             "ld_dadv": tuple(t.ld for t in dadv),
-            "ld_v": online.v.ld,
+            "ld_v": online.v.ld if online.v else 0,
             "ld_q": online.q.ld,
             "ld_lse": online.lse.ld,
-            "ld_v_target": target.v.ld,
+            "ld_v_target": target.v.ld if target.v else 0,
             "ld_lse_target": target.lse.ld,
             "ld_theta": theta.ld if theta else 0,
             "ld_actions": batch.actions.ld,
@@ -206,7 +207,6 @@ def _quantiles(theta: Tensor | None, rows: int, total: int, name: str) -> int:
 
 def _check_gradients(
     online: Heads,
-    sizes: tuple[int, ...],
     dv: Tensor | None,
     dadv: Sequence[Tensor],
     signals: Sequence[Tensor | None],
@@ -216,13 +216,15 @@ def _check_gradients(
         if any(signal is not None for signal in signals):
             raise ProgramError(f"'{name}': a weight is given, but neither dv nor dadv to put the gradient in")
         return
-    if dv is None or len(dadv) != len(sizes):
+    if (dv is None) != (online.v is None) or len(dadv) != len(online.adv):
+        wanted = "one dadv per branch go together" if online.v else "only dadv go with plain heads, one per branch"
         raise ProgramError(
-            f"'{name}': dv and one dadv per branch go together; got dv={dv} and {len(dadv)} dadv for {len(sizes)}"
+            f"'{name}': dv and {wanted}; got dv={dv} and {len(dadv)} dadv for {len(online.adv)} branches"
         )
     if all(signal is None for signal in signals):
         raise ProgramError(f"'{name}': dv and dadv need at least one of w_c51, w_cql, w_distill")
-    require(dv, np.float32, online.v.shape, "dv", name)
+    if online.v is not None:
+        require(dv, np.float32, online.v.shape, "dv", name)
     for d, (gradient, adv) in enumerate(zip(dadv, online.adv, strict=True)):
         require(gradient, np.float32, adv.shape, f"dadv[{d}]", name)
 
@@ -238,7 +240,7 @@ class Reference:
     loss_c51: float
     loss_cql: float
     loss_distill: float
-    dv: NDArray[np.float64]
+    dv: NDArray[np.float64] | None
     dadv: list[NDArray[np.float64]]
 
 
@@ -257,8 +259,8 @@ def reference_project(
 
 
 def reference_losses(
-    online: tuple[ArrayLike, Sequence[ArrayLike]],
-    target: tuple[ArrayLike, Sequence[ArrayLike]],
+    online: tuple[ArrayLike | None, Sequence[ArrayLike]],
+    target: tuple[ArrayLike | None, Sequence[ArrayLike]],
     actions: ArrayLike,
     best: ArrayLike,
     reward: ArrayLike,
@@ -271,10 +273,15 @@ def reference_losses(
     w_c51: float = 0.0,
     w_cql: float = 0.0,
     w_distill: float = 0.0,
+    atoms: int | None = None,
 ) -> Reference:
-    """What `losses` computes, in float64; `online` and `target` are (v, adv per branch), theta [B, N, sum n_d]."""
+    """What `losses` computes, in float64; `online` and `target` are (v, adv per branch), theta [B, N, sum n_d].
+
+    Plain heads have None for v and need `atoms`.
+    """
     v, advs = online
-    rows, atoms = np.shape(v)
+    rows, atoms = len(np.asarray(advs[0])), np.shape(v)[1] if v is not None else atoms
+    assert atoms is not None, "plain heads do not say how many atoms there are"
     z, count = np.linspace(v_min, v_max, atoms), rows * len(advs)
     index, taken, greedy = np.arange(rows), np.asarray(actions), np.asarray(best)
     importance = np.asarray(weight, dtype=np.float64)
@@ -282,9 +289,10 @@ def reference_losses(
     dv, dadv, offset = np.zeros((rows, atoms)), [], 0
     with np.errstate(invalid="ignore"):
         for d, adv in enumerate(advs):
-            heads = reference_dueling(v, adv, v_min, v_max)
+            heads = reference_dueling(v, adv, v_min, v_max, atoms)
             a, q, n = taken[:, d], heads.q, heads.q.shape[1]
-            p_target = np.exp(reference_dueling(target[0], target[1][d], v_min, v_max).log_p[index, greedy[:, d]])
+            goal = reference_dueling(target[0], target[1][d], v_min, v_max, atoms)
+            p_target = np.exp(goal.log_p[index, greedy[:, d]])
             m = reference_project(reward, discount, p_target, v_min, v_max)
             td += -(m * heads.log_p[index, a]).sum(axis=1) / len(advs)
             cql += float(-np.log(heads.policy[index, a]).sum()) / count
@@ -304,6 +312,6 @@ def reference_losses(
                 cross = p[index, a] * m.sum(axis=1, keepdims=True) - m
                 g[index, a] += w_c51 / count * importance[:, None] * cross
             dv += g.sum(axis=1)
-            dadv.append((g - g.mean(axis=1, keepdims=True)).reshape(rows, -1))
+            dadv.append((g if v is None else g - g.mean(axis=1, keepdims=True)).reshape(rows, -1))
             offset += n
-    return Reference(td, float((importance * td).mean()), cql, distill, dv, dadv)
+    return Reference(td, float((importance * td).mean()), cql, distill, None if v is None else dv, dadv)

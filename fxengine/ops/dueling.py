@@ -1,8 +1,9 @@
-"""One branch of the dueling C51 heads, forward (`dueling.cu`): from value and advantage to q, policy and greedy action.
+"""One branch of C51 heads, forward (`dueling.cu`): from the logits of its atoms to q, policy and greedy action.
 
     dueling.forward(program, v, adv0, q.columns(0, 3), lse=lse.columns(0, 3), v_min=-10, v_max=10, label="q0")
 
-Its backward is part of the losses in `fxengine.ops.c51`, which start from `Heads`, the outputs of all branches.
+The logits are those of a dueling head, made of value and advantage, or without a value those of a plain head, as they
+are. The backward is part of the losses in `fxengine.ops.c51`, which start from `Heads`, the outputs of all branches.
 
 Sources: Wang et al. 2016, "Dueling network architectures for deep reinforcement learning"; Bellemare, Dabney & Munos
 2017, "A distributional perspective on reinforcement learning"; one head per action dimension: Tavakoli, Pardo &
@@ -35,24 +36,31 @@ DUELING = Family("dueling", "dueling.cu", "fx_dueling", "Dueling", tiles=_tiles)
 
 @dataclass(frozen=True)
 class Heads:
-    """What the dueling heads of one network say about one batch.
+    """What the heads of one network say about one batch.
 
     Attributes:
-        v: float32 [B, K], the value head's output.
-        adv: per branch, float32 [B, n_d * K], the advantage head's output.
+        v: float32 [B, K], the value head's output; None: plain heads.
+        adv: per branch, float32 [B, n_d * K], the advantage head's output, or a plain head's logits.
         q: float32 [B, sum n_d], branches side by side; written by `forward`.
-        lse: float32 [B, sum n_d], log normalisers: log p = v + adv - mean_a adv - lse; written by `forward`.
+        lse: float32 [B, sum n_d], log normalisers: log p = logits - lse; written by `forward`.
     """
 
-    v: Tensor
+    v: Tensor | None
     adv: tuple[Tensor, ...]
     q: Tensor
     lse: Tensor
 
     @property
+    def atoms(self) -> int:
+        """Atoms K of a distribution."""
+        if self.v is not None:
+            return self.v.shape[1]
+        return sum(adv.shape[1] for adv in self.adv) // self.q.shape[1]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Actions n_d per branch."""
-        return tuple(adv.shape[1] // self.v.shape[1] for adv in self.adv)
+        return tuple(adv.shape[1] // self.atoms for adv in self.adv)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -63,7 +71,7 @@ class Heads:
 
 def forward(
     program: Program,
-    v: Tensor,
+    v: Tensor | None,
     adv: Tensor,
     q: Tensor,
     *,
@@ -78,7 +86,7 @@ def forward(
 
     Args:
         program: program to append to.
-        v: float32 [B, K], 2 <= K <= `MAX_ATOMS`.
+        v: float32 [B, K], 2 <= K <= `MAX_ATOMS`; None: adv holds the logits, and K is its columns over those of q.
         adv: float32 [B, n * K], action by action.
         q: float32 [B, n], with any row stride: usually columns of the matrix over all branches.
         v_min: value of the first atom.
@@ -91,12 +99,18 @@ def forward(
     Raises:
         ProgramError: a shape or dtype does not match, or v_min and v_max are no range.
     """
-    rows, atoms = matrix(v, "v", label)
+    rows, columns = matrix(adv, "adv", label)
+    if v is None:
+        n = matrix(q, "q", label)[1]
+        atoms = columns // n
+        if columns % n:
+            raise ProgramError(f"'{label}': adv must have {n} x atoms columns for q {q.shape}, got {adv.shape}")
+    else:
+        rows, atoms = matrix(v, "v", label)
+        n = columns // atoms
+        if columns % atoms:
+            raise ProgramError(f"'{label}': adv must have actions x {atoms} columns for v {v.shape}, got {adv.shape}")
     size = atom_spacing(atoms, v_min, v_max, label)
-    columns = matrix(adv, "adv", label)[1]
-    if columns % atoms:
-        raise ProgramError(f"'{label}': adv must have actions x {atoms} columns for v {v.shape}, got {adv.shape}")
-    n = columns // atoms
     require(adv, np.float32, (rows, columns), "adv", label)
     require(q, np.float32, (rows, n), "q", label)
     require(lse, np.float32, (rows, n), "lse", label)
@@ -105,13 +119,13 @@ def forward(
     program.launch(
         DUELING,
         {
-            "v": v,
+            "v": v or 0,
             "adv": adv,
             "q": q,
             "lse": lse or 0,
             "policy": policy or 0,
             "best": best or 0,
-            "ld_v": v.ld,
+            "ld_v": v.ld if v else 0,
             "ld_adv": adv.ld,
             "ld_q": q.ld,
             "ld_lse": lse.ld if lse else 0,
@@ -149,23 +163,29 @@ class Reference:
     best: NDArray[np.int32]
 
 
-def reference_dueling(v: ArrayLike, adv: ArrayLike, v_min: float, v_max: float) -> Reference:
+def reference_dueling(
+    v: ArrayLike | None, adv: ArrayLike, v_min: float, v_max: float, atoms: int | None = None
+) -> Reference:
     """What `forward` computes, in float64.
 
     Args:
-        v: [B, K].
+        v: [B, K], or None: adv holds the logits.
         adv: [B, n * K].
         v_min: value of the first atom.
         v_max: value of the last one.
+        atoms: K, if v does not say it.
     """
-    value = np.asarray(v, dtype=np.float64)
-    rows, atoms = value.shape
-    advantage = np.asarray(adv, dtype=np.float64).reshape(rows, -1, atoms)
+    value = None if v is None else np.asarray(v, dtype=np.float64)
+    count = atoms if value is None else value.shape[1]
+    assert count is not None, "plain heads do not say how many atoms there are"
+    advantage = np.asarray(adv, dtype=np.float64)
+    logits = advantage.reshape(len(advantage), -1, count)
     with np.errstate(invalid="ignore"):
-        logits = value[:, None, :] + advantage - advantage.mean(axis=1, keepdims=True)
+        if value is not None:
+            logits = value[:, None, :] + logits - logits.mean(axis=1, keepdims=True)
         lse = _lse(logits)
         log_p = logits - lse[..., None]
-        q = np.exp(log_p) @ np.linspace(v_min, v_max, atoms)
+        q = np.exp(log_p) @ np.linspace(v_min, v_max, logits.shape[2])
         policy = np.exp(q - _lse(q)[:, None])
     best = np.argmax(np.where(np.isnan(q), -np.inf, q), axis=1).astype(np.int32)
     return Reference(log_p, q, lse, policy, best)

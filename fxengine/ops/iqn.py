@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
+from fxengine.ops import linear
 from fxengine.ops.checks import require_as
 from fxengine.ops.reduce import sum_partials
 
@@ -131,10 +132,11 @@ def mix_backward(
     dh2: Tensor | None = None,
     weight: Tensor | None = None,
     readiness: Tensor | None = None,
+    activation: linear.Activation = "none",
     accumulate: bool = False,
     label: str | None = None,
 ) -> None:
-    """Append the gradients of `mix`: of phi's pre-activation (phi is a relu's output), and of h2.
+    """Append the gradients of `mix`: of the pre-activations of phi, which is a relu's output, and of h2.
 
     Args:
         program: program to append to.
@@ -142,10 +144,12 @@ def mix_backward(
         phi: float32 [B*N, H].
         h2: float32 [B, H].
         dphi: float32 [B*N, H] = dx * h2 where phi > 0, else an exact 0; may be `dx` itself.
-        dh2: float32 [B, H] = (or += with `accumulate`) weight * readiness * sum over i of dx * phi; None: not wanted.
+        dh2: float32 [B, H] = (or += with `accumulate`) weight * readiness * sum over i of dx * phi, times the slope of
+            the activation that made h2; None: not wanted.
         weight: float32 [1], usually the signal w_iqn; needed by dh2.
         readiness: float32 [1], usually the state iqn_readiness; needed by dh2. Where weight * readiness is 0, dh2
             becomes an exact 0, or with `accumulate` keeps its bits.
+        activation: the one that made h2.
         accumulate: add to dh2 instead of overwriting it.
         label: shown in tables (default: the name of `dphi`).
 
@@ -179,6 +183,7 @@ def mix_backward(
             "rows": rows,
             "quantiles": quantiles,
             "cols": cols,
+            "activation": linear.ACTIVATION_CODES[activation],
             "accumulate": int(accumulate),
         },
         reads=[dx, phi, h2, weight, readiness, dh2 if accumulate else None],

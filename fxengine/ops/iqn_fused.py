@@ -201,6 +201,7 @@ def backward(
     dh2: Tensor | None = None,
     weight: Tensor | None = None,
     readiness: Tensor | None = None,
+    activation: linear.Activation = "none",
     accumulate: bool = False,
     gradients: WeightGradients | None = None,
     accumulate_gradients: bool = False,
@@ -215,10 +216,12 @@ def backward(
         h2: float32 [B, H2].
         weights: the parameters.
         hidden: float32 [B*N, I], from `forward`.
-        dh2: float32 [B, H2] = (or += with `accumulate`) weight * readiness * the gradient; None: not wanted.
+        dh2: float32 [B, H2] = (or += with `accumulate`) weight * readiness * the gradient, times the slope of the
+            activation that made h2; None: not wanted.
         weight: float32 [1], usually the signal w_iqn; needed by dh2.
         readiness: float32 [1], usually the state iqn_readiness; needed by dh2. Where weight * readiness is 0, dh2
             becomes an exact 0, or with `accumulate` keeps its bits.
+        activation: the one that made h2.
         accumulate: add to dh2 instead of overwriting it.
         gradients: where the gradients of the parameters go, at full scale; None: not wanted.
         accumulate_gradients: add to them instead of overwriting them.
@@ -275,6 +278,7 @@ def backward(
             "quantiles": quantiles,
             **_extents(sizes),
             "slices": slices,
+            "activation": linear.ACTIVATION_CODES[activation],
             "accumulate": int(accumulate),
         },
         reads=[dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None],

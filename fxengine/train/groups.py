@@ -16,15 +16,26 @@ _ALIGN = 4
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Declaration of one trainable tensor: `[out, in]` for a matrix, `[n]` for a vector."""
+    """Declaration of one trainable tensor.
+
+    Attributes:
+        name: unique over all groups.
+        shape: `[out, in]` for a matrix, `[n]` for a vector.
+        bound: initial values are uniform in ±bound; None: as `fxengine.initialise.initial_value` says for the shape.
+    """
 
     name: str
     shape: tuple[int, ...]
+    bound: float | None = None
 
 
-def linear_specs(layer: str, outputs: int, inputs: int) -> list[ParamSpec]:
-    """Weight `w_<layer>` [outputs, inputs] and bias `b_<layer>` [outputs] of a fully connected layer."""
-    return [ParamSpec(f"w_{layer}", (outputs, inputs)), ParamSpec(f"b_{layer}", (outputs,))]
+def linear_specs(layer: str, outputs: int, inputs: int, *, random_bias: bool = False) -> list[ParamSpec]:
+    """Weight `w_<layer>` [outputs, inputs] and bias `b_<layer>` [outputs] of a fully connected layer.
+
+    The weight starts uniform in ±1/√inputs. The bias starts at 0, or with `random_bias` like the weight, as in PyTorch.
+    """
+    bound = 1.0 / math.sqrt(inputs) if random_bias else None
+    return [ParamSpec(f"w_{layer}", (outputs, inputs)), ParamSpec(f"b_{layer}", (outputs,), bound)]
 
 
 @dataclass(frozen=True)
@@ -34,12 +45,14 @@ class Parameter:
     Attributes:
         name: its name, unique over all groups.
         shape: its shape.
+        bound: half width of its initial values; None: the rule for its shape.
         offset: first element in each of the group's buffers.
         value, grad, m, v: views into the group's four buffers.
     """
 
     name: str
     shape: tuple[int, ...]
+    bound: float | None
     offset: int
     value: Tensor
     grad: Tensor
@@ -76,6 +89,7 @@ class ParamGroup:
             Parameter(
                 spec.name,
                 spec.shape,
+                spec.bound,
                 offset,
                 *(
                     buffer.flat(offset, offset + math.prod(spec.shape)).reshape(*spec.shape)

@@ -1,7 +1,8 @@
 """Target networks: slowly moving copies of parameter groups (`targets.cu`).
 
 Polyak averaging of a target network as in Lillicrap et al., "Continuous control with deep reinforcement learning"
-(ICLR 2016).
+(ICLR 2016). A step with polyak_tau 1 copies the network, as every so many steps in Mnih et al., "Human-level control
+through deep reinforcement learning" (Nature 2015); a step with 0 leaves the copy as it is.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def polyak(
     """Append, in place: targets += polyak_tau (params - targets).
 
     To come last, after everything that changes the parameters. `optimize` moves the targets that nothing but Adam
-    changes; these are the others. Nothing is written, bit for bit, while the guard's flag is set or polyak_tau is 0.
+    changes; these are the others. Nothing is written, bit for bit, while the guard's flag is set or polyak_tau is 0;
+    with a polyak_tau of 1 the targets become the parameters, bit for bit.
 
     Args:
         program: program to append to.
@@ -106,5 +108,5 @@ def polyak(
 
 def reference_polyak(target: ArrayLike, params: ArrayLike, tau: float) -> NDArray[np.float64]:
     """What `polyak` makes of one tensor, in float64."""
-    old = np.asarray(target, np.float64)
-    return old + tau * (np.asarray(params, np.float64) - old)
+    old, new = np.asarray(target, np.float64), np.asarray(params, np.float64)
+    return new.copy() if tau == 1.0 else old + tau * (new - old)

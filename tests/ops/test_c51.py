@@ -1,4 +1,4 @@
-"""Losses of the C51 heads and their gradient, against float64."""
+"""Losses of the C51 heads, dueling and plain, and their gradient, against float64."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Case:
     atoms: int
     v_min: float
     v_max: float
-    v: np.ndarray
+    v: np.ndarray | None
     adv: list[np.ndarray]
-    v_target: np.ndarray
+    v_target: np.ndarray | None
     adv_target: list[np.ndarray]
     actions: np.ndarray
     best: np.ndarray
@@ -62,7 +62,9 @@ def _case(
     quantiles: int = 5,
     span: tuple[float, float] = (-10.0, 10.0),
     pad: int = 0,
+    plain: bool = False,
 ) -> Case:
+    """`plain`: heads without a value."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -74,9 +76,9 @@ def _case(
         sizes,
         atoms,
         *span,
-        v=normal(rows, atoms),
+        v=None if plain else normal(rows, atoms),
         adv=[normal(rows, n * atoms) for n in sizes],
-        v_target=normal(rows, atoms),
+        v_target=None if plain else normal(rows, atoms),
         adv_target=[normal(rows, n * atoms) for n in sizes],
         actions=index[0],
         best=index[1],
@@ -92,7 +94,14 @@ def _case(
 def _reference(case: Case) -> Reference:
     online, target = (case.v, case.adv), (case.v_target, case.adv_target)
     return reference_losses(
-        online, target, *case.batch.values(), v_min=case.v_min, v_max=case.v_max, theta=case.theta, **case.weights
+        online,
+        target,
+        *case.batch.values(),
+        v_min=case.v_min,
+        v_max=case.v_max,
+        theta=case.theta,
+        atoms=case.atoms,
+        **case.weights,
     )
 
 
@@ -109,11 +118,11 @@ def _build(
         wide[:, : data.shape[1]] = data
         return program.tensor(name, wide.shape, data.dtype, arena="inputs", data=wide).columns(0, data.shape[1])
 
-    def make_heads(side: str, v: np.ndarray, advs: list[np.ndarray]) -> Heads:
-        shape = (len(v), sum(case.sizes))
+    def make_heads(side: str, v: np.ndarray | None, advs: list[np.ndarray]) -> Heads:
+        shape = (len(advs[0]), sum(case.sizes))
         branches = tuple(put(f"{side}.adv{d}", adv) for d, adv in enumerate(advs))
         q, lse = program.tensor(f"{side}.q", shape), program.tensor(f"{side}.lse", shape)
-        made = Heads(put(f"{side}.v", v), branches, q, lse)
+        made = Heads(None if v is None else put(f"{side}.v", v), branches, q, lse)
         for d, (adv, first, n) in enumerate(zip(branches, made.offsets, made.sizes, strict=True)):
             dueling.forward(
                 program,
@@ -129,13 +138,14 @@ def _build(
 
     online = make_heads("online", case.v, case.adv)
     target = make_heads("target", case.v_target, case.adv_target)
-    results = {name: program.tensor(name, (len(case.v),) if name == "td" else (1,)) for name in outputs}
+    results = {name: program.tensor(name, case.reward.shape if name == "td" else (1,)) for name in outputs}
     optional: dict[str, Any] = dict(results)
     if gradient:
-        results["dv"] = put("dv", np.full(case.v.shape, 5.0, np.float32))
+        if case.v is not None:
+            results["dv"] = put("dv", np.full(case.v.shape, 5.0, np.float32))
         for d, adv in enumerate(case.adv):
             results[f"dadv{d}"] = put(f"dadv{d}", np.full(adv.shape, 5.0, np.float32))
-        optional |= {"dv": results["dv"], "dadv": [results[f"dadv{d}"] for d in range(len(case.sizes))]}
+        optional |= {"dv": results.get("dv"), "dadv": [results[f"dadv{d}"] for d in range(len(case.sizes))]}
         optional |= {name: put(name, np.array([w], np.float32)) for name, w in case.weights.items()}
     if case.theta is not None:
         flat = case.theta.reshape(-1, case.theta.shape[2]) if case.pad else case.theta
@@ -175,10 +185,11 @@ def _compare(result: dict[str, np.ndarray], expected: Reference, loose: float = 
     for name in LOSSES:
         if name in result:
             close(name, np.array([getattr(expected, name)]))
-    if "dv" in result:
+    assert ("dv" in result) == ("dadv0" in result and expected.dv is not None)
+    if "dv" in result and expected.dv is not None:
         close("dv", expected.dv)
-        for d, dadv in enumerate(expected.dadv):
-            close(f"dadv{d}", dadv)
+    for d, dadv in enumerate(expected.dadv if "dadv0" in result else []):
+        close(f"dadv{d}", dadv)
 
 
 @settings(max_examples=50)
@@ -192,6 +203,7 @@ def _compare(result: dict[str, np.ndarray], expected: Reference, loose: float = 
     quantiles=st.sampled_from([0, 1, 32, 35]),
     span=st.sampled_from([(-10.0, 10.0), (0.0, 1.0), (-3.0, 50.0)]),
     pad=st.sampled_from([0, 0, 3]),
+    plain=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_losses_and_gradient(
@@ -202,9 +214,10 @@ def test_losses_and_gradient(
     quantiles: int,
     span: tuple[float, float],
     pad: int,
+    plain: bool,
     seed: int,
 ) -> None:
-    case = _case(seed, rows, sizes, atoms, quantiles=quantiles, span=span, pad=pad)
+    case = _case(seed, rows, sizes, atoms, quantiles=quantiles, span=span, pad=pad, plain=plain)
     _compare(_run(device, case), _reference(case), loose=3e-5)
 
 
@@ -213,6 +226,38 @@ def test_each_loss_alone(device: Device, name: str) -> None:
     case = _case(11, 9, (3, 2, 4))
     case.weights = {name: 0.6}
     _compare(_run(device, case), _reference(case))
+
+
+def test_plain_heads_move_the_action_that_was_taken(device: Device) -> None:
+    """The distributional loss alone: exact zeros for all other actions, and the softmax's slope for this one."""
+    case = _case(12, 7, (3, 2), 51, quantiles=0, plain=True)
+    case.weights = {"w_c51": 1.0}
+    result = _run(device, case)
+    _compare(result, _reference(case))
+    for d, n in enumerate(case.sizes):
+        moved = np.abs(result[f"dadv{d}"].reshape(7, n, 51)).sum(axis=2) > 0.0
+        np.testing.assert_array_equal(moved, case.actions[:, d : d + 1] == np.arange(n))
+
+
+def test_the_reference_of_plain_heads_is_the_derivative() -> None:
+    case = _case(13, 3, (3, 2), 7, quantiles=2, plain=True)
+    online, step = [adv.astype(np.float64) for adv in case.adv], 1e-6
+
+    def weighted(adv: list[np.ndarray]) -> float:
+        case.adv = adv
+        found = _reference(case)
+        return sum(w * getattr(found, name.replace("w_", "loss_")) for name, w in case.weights.items())
+
+    case.adv = online
+    gradient = _reference(case).dadv
+    for d, adv in enumerate(online):
+        for index in np.ndindex(adv.shape):
+            ends = []
+            for sign in (1, -1):
+                shifted = [x.copy() for x in online]
+                shifted[d][index] += sign * step
+                ends.append(weighted(shifted))
+            np.testing.assert_allclose((ends[0] - ends[1]) / (2 * step), gradient[d][index], rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("branches", [(3, 3, 3, 3), (1,), (4, 1, 3)])
@@ -276,9 +321,9 @@ def test_projection_reference_agrees_with_the_one_of_the_step() -> None:
 def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
     """Whatever the row holds; the losses themselves are not scaled."""
     case = _case(2, 6, (3, 2))
+    assert case.v is not None and case.v_target is not None and case.theta is not None
     case.v[0], case.reward[1], case.adv[1][2, 5] = np.nan, np.nan, np.inf
     case.v_target[:] = np.nan
-    assert case.theta is not None
     case.theta[3] = np.inf
     case.weights = dict.fromkeys(WEIGHTS, 0.0)
     result = _run(device, case)
@@ -417,5 +462,15 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
     case.weights = {}
     with pytest.raises(ProgramError, match="at least one of w_c51, w_cql, w_distill"):
         build(case)
+    case = _case(0, 4, (3, 2))
+    case.v_target = None
+    with pytest.raises(ProgramError, match="must both be dueling or both plain"):
+        build(case)
+    case = _case(0, 4, (3, 2), plain=True)
+    program, results = _build(device, case, gradient=False, outputs=("td",))
+    heads_ = Heads(None, (results["td"].reshape(4, 1),), results["td"].reshape(4, 1), results["td"].reshape(4, 1))
+    with pytest.raises(ProgramError, match="1 atoms; the kernels take 2 to 256"):
+        batch = Transition(*[results["td"]] * 5)
+        c51.losses(program, heads_, heads_, batch, v_min=0.0, v_max=1.0, name="few")
     with pytest.raises(ProgramError, match="9 branches; the kernel takes 1 to 8"):
         build(_case(0, 4, (2,) * 9))

@@ -1,4 +1,4 @@
-"""The dueling C51 heads, forward, against float64."""
+"""The C51 heads, dueling and plain, forward, against float64."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ def _read(plan: Plan, tensor: Tensor) -> np.ndarray:
 
 def _run(
     device: Device,
-    v: np.ndarray,
+    v: np.ndarray | None,
     adv: np.ndarray,
     *,
+    atoms: int = 0,
     v_min: float = -10.0,
     v_max: float = 10.0,
     pad: int = 0,
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> dict[str, np.ndarray]:
-    rows, n = v.shape[0], adv.shape[1] // v.shape[1]
+    """Without v the heads are plain, of so many atoms."""
+    rows, n = adv.shape[0], adv.shape[1] // (atoms if v is None else v.shape[1])
     program = Program(device.target)
     tensors: dict[str, Tensor] = {}
     for name in outputs:
@@ -55,7 +57,7 @@ def _run(
     optional: dict[str, Any] = {name: t for name, t in tensors.items() if name != "q"}
     dueling.forward(
         program,
-        _given(program, "v", v.astype(np.float32), pad),
+        None if v is None else _given(program, "v", v.astype(np.float32), pad),
         _given(program, "adv", adv.astype(np.float32), 2 * pad),
         tensors["q"],
         v_min=v_min,
@@ -84,14 +86,24 @@ def _logits(seed: int, rows: int, n: int, atoms: int, scale: float = 1.0) -> tup
     pad=st.sampled_from([0, 0, 1, 3]),
     scale=st.sampled_from([0.1, 1.0, 20.0]),
     span=st.sampled_from([(-10.0, 10.0), (0.0, 1.0), (-3.0, 50.0)]),
+    plain=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_forward(
-    device: Device, rows: int, n: int, atoms: int, pad: int, scale: float, span: tuple[float, float], seed: int
+    device: Device,
+    rows: int,
+    n: int,
+    atoms: int,
+    pad: int,
+    scale: float,
+    span: tuple[float, float],
+    plain: bool,
+    seed: int,
 ) -> None:
-    v, adv = _logits(seed, rows, n, atoms, scale)
-    result = _run(device, v, adv, v_min=span[0], v_max=span[1], pad=pad)
-    expected = reference_dueling(v, adv, *span)
+    value, adv = _logits(seed, rows, n, atoms, scale)
+    v = None if plain else value
+    result = _run(device, v, adv, atoms=atoms, v_min=span[0], v_max=span[1], pad=pad)
+    expected = reference_dueling(v, adv, *span, atoms=atoms)
     size = max(map(abs, span))
     # Logits of size s are known to about s eps; what follows from them, to that relative error.
     loose = 4e-7 * (1 + 10 * scale)
@@ -114,6 +126,17 @@ def test_agrees_with_the_reference_of_the_step(device: Device) -> None:
         result = _run(device, v, cache[f"hidden{d}"] @ p[f"w_b{d}out"].T + p[f"b_b{d}out"])
         assert_close(result["q"], cache[f"q{d}"], atol=1e-4, name=f"q{d}")
         np.testing.assert_array_equal(result["best"][:, 0], argmax(cache[f"q{d}"]))
+
+
+def test_plain_heads_are_dueling_heads_without_value_and_mean(device: Device) -> None:
+    _, adv = _logits(4, 5, 3, 51)
+    wide = adv.reshape(5, 3, 51)
+    plain = _run(device, None, adv, atoms=51)
+    dueling_heads = _run(device, wide.mean(axis=1), adv)
+    for name in ("q", "lse", "policy"):
+        assert_close(plain[name], dueling_heads[name], atol=1e-5, name=name)
+    single = _run(device, None, adv[:, :51], atoms=51)
+    np.testing.assert_array_equal(single["q"], plain["q"][:, :1])  # no action sees another
 
 
 def test_argmax_takes_the_lowest_of_equals(device: Device) -> None:
@@ -170,6 +193,8 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
 
     with pytest.raises(ProgramError, match=r"'head': adv must have actions x 5 columns.*\(4, 14\)"):
         forward(v, program.tensor("short", (4, 14)), q)
+    with pytest.raises(ProgramError, match=r"'head': adv must have 2 x atoms columns for q \(4, 2\), got \(4, 15\)"):
+        dueling.forward(program, None, adv, program.tensor("q1", (4, 2)), v_min=-1.0, v_max=1.0, label="head")
     with pytest.raises(ProgramError, match=r"q must be float32 \(4, 3\), got float32 \(4, 2\)"):
         forward(v, adv, program.tensor("q2", (4, 2)))
     with pytest.raises(ProgramError, match=r"best must be int32 \(4,\), got float32"):

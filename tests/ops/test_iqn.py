@@ -121,6 +121,7 @@ class Mix:
         device: Device,
         scale: tuple[float, float] | None,
         *,
+        activation: linear.Activation = "none",
         accumulate: bool = False,
         pad: int = 0,
         place: int = 0,
@@ -140,6 +141,7 @@ class Mix:
             dh2=dh2 if scale else None,
             weight=weight,
             readiness=readiness,
+            activation=activation,
             accumulate=accumulate,
         )
         found = _run(program, device, whole_dphi, whole_dh2)
@@ -198,6 +200,24 @@ def test_a_scale_of_zero_stops_everything(device: Device, scale: tuple[float, fl
     assert kept.tobytes() == case.before.tobytes()
     assert np.isnan(dphi).any()
     assert np.isnan(case.backward(device, (1.0, 1e-30))[1]).any()
+
+
+@pytest.mark.parametrize("activation", ["relu", "elu", "tanh"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_mix_backward_goes_on_through_what_made_h2(
+    device: Device, activation: linear.Activation, accumulate: bool
+) -> None:
+    case = Mix(5, 5, 9, 130)
+    case.h2 = {"relu": np.maximum(case.h2, 0.0), "elu": case.h2, "tanh": np.tanh(case.h2)}[activation]
+    slope = {
+        "relu": np.where(case.h2 > 0.0, 1.0, 0.0),
+        "elu": np.where(case.h2 > 0.0, 1.0, case.h2.astype(np.float64) + 1.0),
+        "tanh": 1.0 - case.h2.astype(np.float64) ** 2,
+    }[activation]
+    _, dh2 = case.backward(device, (0.5, 0.75), activation=activation, accumulate=accumulate)
+    _, expected = iqn.reference_mix_backward(case.dx, case.phi, case.h2, 0.375)
+    before = case.before if accumulate else 0.0
+    assert_close(dh2, slope * expected + before, factor=8, atol=2e-6, name="dh2")
 
 
 def test_a_shut_relu_stops_everything(device: Device) -> None:

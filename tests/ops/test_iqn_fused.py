@@ -11,7 +11,7 @@ from fxengine import Engine, StepConfig
 from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.nets import iqn as nets_iqn
-from fxengine.ops import iqn_fused
+from fxengine.ops import iqn_fused, linear
 from fxengine.train.decomposition import COMPONENTS
 
 PRECISIONS = ("tf32", "bf16")
@@ -124,6 +124,7 @@ def backward(
     dtheta: np.ndarray[Any, Any],
     *,
     scale: tuple[float, float] | None = (0.5, 0.75),
+    activation: linear.Activation = "none",
     accumulate: bool = False,
     wanted: bool = True,
     name: str = "iqn",
@@ -150,6 +151,7 @@ def backward(
         dh2=found["h2"] if scale else None,
         weight=scales[0],
         readiness=scales[1],
+        activation=activation,
         accumulate=accumulate,
         gradients=iqn_fused.WeightGradients(**{n: t for n, t in found.items() if n != "h2"}) if wanted else None,
         accumulate_gradients=accumulate,
@@ -180,6 +182,21 @@ def test_backward_against_float64(
     )
     for name, gradient in found.items():
         close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), precision, name)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_gradient_goes_on_through_what_made_h2(device: Device, precision: str, accumulate: bool) -> None:
+    def gradient(activation: linear.Activation) -> np.ndarray[Any, Any]:
+        net = Net(device, precision, batch=5)
+        gradients = backward(net, dtheta, activation=activation, accumulate=accumulate)
+        return net.run(gradients["h2"])[0]
+
+    net = Net(device, precision, batch=5)
+    dtheta = np.random.default_rng(3).normal(size=(net.rows, SIZES.outputs)).astype(np.float32)
+    before = 0.5 if accumulate else 0.0
+    expected = np.where(net.arrays["h2"] > 0.0, gradient("none") - before, 0.0) + before
+    np.testing.assert_allclose(gradient("relu"), expected, rtol=1e-6, atol=1e-6 if accumulate else 0.0)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -280,6 +280,19 @@ def test_targets_follow_the_new_parameters(device: Device, tau: float, later: Se
             assert name in later or np.abs(moved - old[name]).max() > 1e-4
 
 
+def test_a_tau_of_one_copies_the_new_parameters_bit_for_bit(device: Device) -> None:
+    """Also where the difference of both would lose them."""
+    with Case(device, signals={"polyak_tau": 1.0, "lr": 0.1}, followed=(0, 8), later=("g8.3",)) as case:
+        for target in case.targets:
+            case.plan.buffer(target.values).write(case.read(target.values) * np.float32(1e30))
+        old = case.followers()
+        case.run()
+        after = case.state()
+        for name, new in case.followers().items():
+            expected = old[name] if name == "g8.3" else after[name]["params"]
+            assert new.tobytes() == expected.tobytes(), name
+
+
 def test_targets_change_no_bit_of_the_rest(device: Device) -> None:
     with Case(device) as alone, Case(device, signals={"polyak_tau": 0.3}, followed=(0, 10)) as case:
         alone.run()

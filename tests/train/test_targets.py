@@ -81,6 +81,23 @@ def test_targets_follow(device: Device, tau: float) -> None:
             np.testing.assert_array_equal(still.view(np.uint32), params.view(np.uint32))
 
 
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_tau_of_one_copies_every_bit(device: Device, skip: int) -> None:
+    """Whatever both sides hold: sizes that a difference would lose, negative zeros, infinities, NaN."""
+    with Case(device, tau=1.0, skip=skip) as case:
+        for t in case.targets:
+            for tensor, special in ((t.values, [3e38, 1e-40, np.nan, -np.inf]), (t.group.params, [-0.0, -3e38, 1e-45])):
+                array = case.plan.buffer(tensor).read()
+                array[:: max(1, len(array) // 9)] *= np.float32(1e30)
+                array[1 : 1 + len(special)] = special[: len(array[1 : 1 + len(special)])]
+                case.plan.buffer(tensor).write(array)
+        before = case.values()
+        case.run()
+        for (old, params), (new, still) in zip(before, case.values(), strict=True):
+            assert new.tobytes() == (old if skip else params).tobytes()
+            assert still.tobytes() == params.tobytes()
+
+
 def test_updates_are_exact_enough_to_add_up(device: Device) -> None:
     with Case(device, tau=0.005) as case:
         expected = [old.astype(np.float64) for old, _ in case.values()]
