@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine import signals as signal_rows
+from fxengine import state as run_state
 from fxengine import telemetry as telemetry_rows
+from fxengine.acting import Acting, Actions, PolicyKind, Result, specified_acting
 from fxengine.checkpoint import Checkpoint
 from fxengine.config import StepConfig
 from fxengine.driver import Buffer, Device
 from fxengine.driver.errors import ClosedError
 from fxengine.evaluation import Evaluation
 from fxengine.graphs import Plan, StepGraph
-from fxengine.initialise import initial_value, unit_vector
 from fxengine.nets.builder import Source, StepBuilder
 from fxengine.nets.step import specified_step
 from fxengine.ops.step import COUNTERS
@@ -28,6 +28,9 @@ from fxengine.parameters import Parameters
 from fxengine.signals import Signals
 from fxengine.staging import InputStaging
 from fxengine.telemetry import Report, Telemetry
+
+if TYPE_CHECKING:
+    from fxengine.rl.replay import Replay
 
 #: How linear products are computed: exactly in float32, or on tensor cores with float32 sums.
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -55,6 +58,7 @@ class Engine:
         signals: first values of host-owned signals, by name.
         data: per input, device-resident rows [n, ...]: each step gathers its batch from them, and nothing is copied
             from the host. Inputs without data are written by the host with `write`.
+        replay: a replay buffer (`fxengine.rl.replay`) that fills all inputs instead: each step draws its batch from it.
         groups: parameter groups by index, for a definition with groups of its own.
         feed: random inputs (tau, tau_target) that the host writes instead of the device drawing them.
         guard: put guard words around every buffer and let `check_guards` look for stray writes.
@@ -64,6 +68,8 @@ class Engine:
         plan: its place in memory: `plan.buffer(tensor)`.
         signals: the host-owned signals.
         stream: the stream that steps run on.
+        replay: the replay given, or None.
+        inserted: steps inserted into the replay so far, as launched. Who launches insertions counts them here.
 
     Raises:
         DeviceNotFound: no such device; the message says what to install.
@@ -80,6 +86,7 @@ class Engine:
         precision: str = "fp32",
         signals: Mapping[str, float] | None = None,
         data: Mapping[str, NDArray[Any]] | None = None,
+        replay: Replay | None = None,
         groups: Mapping[int, str] | None = None,
         feed: Collection[str] = (),
         guard: bool = False,
@@ -88,17 +95,23 @@ class Engine:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+        if data and replay is not None:
+            raise ValueError(f"inputs come from data= or from replay=, not from both; data is given for {sorted(data)}")
         self.config = definition if isinstance(definition, StepConfig) else None
         self.precision = precision
         self.seed = seed
+        self.replay = replay
+        self.inserted = 0
         self._owns_device = not isinstance(device, Device)
         self.device = device if isinstance(device, Device) else Device.open(device)
         self._closed = False
         self._evaluations: dict[Any, Evaluation] = {}
+        self._actings: list[Acting] = []
+        self._acting: Acting | None = None
         self._parameters: Parameters | None = None
         try:
             self._build(_as_definition(definition), _checked_data(data), groups, feed, guard)
-            self._initialise()
+            run_state.initialise(self)
             self.signals.update(signals or {})
         except BaseException:
             self.close()
@@ -118,12 +131,17 @@ class Engine:
 
         Raises:
             ClosedError: the engine is closed.
+            RuntimeError: the replay does not hold a whole transition of n steps yet.
             CudaError: an earlier replay failed, or the launch was refused.
         """
         if self._closed:
             raise ClosedError("the engine is closed")
-        every = self._oracle_every
-        oracles = bool(every) and self._submitted % every == every - 1
+        if self.replay is not None and self.inserted < self.replay.n_step:
+            envs, steps = self.replay.envs, self.replay.n_step
+            raise RuntimeError(
+                f"the replay holds {self.inserted * envs} of at least {steps * envs} transitions; insert more first"
+            )
+        oracles = self.runs_oracles(self._submitted)
         variant = self._variant(decompose, oracles) if decompose or oracles else self._plain
         self.signals.publish(self._submitted)
         if captured:
@@ -131,6 +149,16 @@ class Engine:
         else:
             variant.plan.run(stream=self.stream)
         self._submitted += 1
+
+    def run(self, steps: int) -> None:
+        """Queue that many steps, as `step()` does."""
+        for _ in range(steps):
+            self.step()
+
+    def runs_oracles(self, replay: int) -> bool:
+        """Whether replay number `replay`, counted from 0 over the whole run, has the oracles in it."""
+        every = self._oracle_every
+        return every > 0 and replay % every == every - 1
 
     def synchronize(self) -> None:
         """Wait until every queued step has finished."""
@@ -185,6 +213,63 @@ class Engine:
             self._evaluations[key] = Evaluation(self, definition)
         return self._evaluations[key].run(inputs)
 
+    # -- acting --------------------------------------------------------------------------------------------------
+
+    @overload
+    def act(self, obs: NDArray[np.float32], *, values: Literal[False] = False, **options: Any) -> Actions: ...
+
+    @overload
+    def act(
+        self, obs: NDArray[np.float32], *, values: Literal[True], **options: Any
+    ) -> tuple[Actions, NDArray[np.float32]]: ...
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        *,
+        policy: PolicyKind = "epsilon_greedy",
+        greedy: bool = False,
+        values: bool = False,
+        **inputs: NDArray[np.float32],
+    ) -> Result:
+        """Actions of the specified step's online networks, after every step queued so far; waits for them.
+
+        The signals `epsilon` and `temperature` hold as set by now. One graph is captured per number of rows and policy,
+        at its first use or by `prepare_act`. An engine made from a function acts through `fxengine.acting.Acting`.
+
+        Args:
+            obs: float32 [rows, S], or [S] for one row.
+            policy: `greedy`, `epsilon_greedy` or `boltzmann`.
+            greedy: take the largest value, whatever the policy.
+            values: also return the values q float32 [rows, sum n_d].
+            inputs: ofi float32 [rows, O], where the step reads order flow.
+
+        Returns:
+            int32 [rows, D], the caller's own; with values=True a pair.
+
+        Raises:
+            ValueError: an array has another shape or dtype (nothing is converted), or the step has no actions.
+            ClosedError: the engine is closed.
+            CudaError: an earlier step or this call failed on the device.
+        """
+        acting = self._acting or self.acting
+        return acting.call(obs, "greedy" if greedy else policy, values, inputs)
+
+    def prepare_act(
+        self, rows: int, *, policy: PolicyKind = "epsilon_greedy", greedy: bool = False, values: bool = False
+    ) -> StepGraph:
+        """Capture the graph of such calls of `act` now, instead of at the first; returns it, to be looked at."""
+        return self.acting.prepare(rows, policy=policy, greedy=greedy, values=values)
+
+    @property
+    def acting(self) -> Acting:
+        """What `act` runs: its `state()` belongs to a checkpoint of a run that explores."""
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        if self._acting is None:
+            self._acting = specified_acting(self)
+        return self._acting
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
@@ -208,18 +293,7 @@ class Engine:
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Everything that a resumed run needs, as host arrays: parameters, moments, counters, signals."""
-        arrays = {f"param.{n}": self.params[n] for n in self.params}
-        for p in self.builder.groups.parameters:
-            arrays[f"m.{p.name}"] = self._read(self.plan.buffer(p.m))
-            arrays[f"v.{p.name}"] = self._read(self.plan.buffer(p.v))
-        for name, tensor in self.builder.persistent.items():
-            arrays[name] = self._read(self.plan.buffer(tensor))
-        arrays["counters"] = self._read(self.plan.buffer("counters")).view(np.uint64)
-        arrays["signals.device"] = self._read(self.plan.buffer(self.builder.snapshot))
-        arrays["signals.device"][: signal_rows.HOST_SLOTS] = 0.0  # each replay copies them; signals.host has them
-        host = self.signals.as_dict()
-        arrays["signals.host"] = np.array([host[n] for n in self.builder.signals.host_names], np.float32)
-        return arrays
+        return run_state.collect(self)
 
     def load_state(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Inverse of `state`. Nothing is changed if an array is missing or has another shape.
@@ -227,33 +301,11 @@ class Engine:
         Raises:
             ValueError: names every array that is missing or does not fit.
         """
-        expected = self.state()
-        problems = [f"{n} is missing" for n in expected if n not in arrays]
-        problems += [
-            f"{n} is {arrays[n].dtype} {arrays[n].shape}, expected {a.dtype} {a.shape}"
-            for n, a in expected.items()
-            if n in arrays and (arrays[n].shape != a.shape or arrays[n].dtype != a.dtype)
-        ]
-        if problems:
-            raise ValueError("the state does not belong to this step: " + "; ".join(problems))
-        for name in self.params:
-            self.params[name] = arrays[f"param.{name}"]
-        for p in self.builder.groups.parameters:
-            self._write(self.plan.buffer(p.m), arrays[f"m.{p.name}"])
-            self._write(self.plan.buffer(p.v), arrays[f"v.{p.name}"])
-        for name, tensor in self.builder.persistent.items():
-            self._write(self.plan.buffer(tensor), arrays[name])
-        self._set_counters(arrays["counters"])
-        self._write(self.plan.buffer(self.builder.snapshot), arrays["signals.device"])
-        self.signals.update(dict(zip(self.builder.signals.host_names, map(float, arrays["signals.host"]), strict=True)))
+        run_state.restore(self, arrays)
 
     def state_hash(self) -> str:
         """SHA-256 over the state: equal exactly when every bit of it is."""
-        digest = hashlib.sha256()
-        for name, array in sorted(self.state().items()):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
+        return run_state.digest(self.state())
 
     def save(self, path: str | Path, extra: Mapping[str, NDArray[Any]] | None = None) -> None:
         """Write a safetensors checkpoint (through a temporary file, replaced in one step).
@@ -284,6 +336,8 @@ class Engine:
         self.synchronize()
         for variant in self._variants.values():
             variant.plan.check_guards()
+        for acting in self._actings:
+            acting.check_guards()
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -295,7 +349,6 @@ class Engine:
         feed: Collection[str],
         guard: bool,
     ) -> None:
-        self._resident = frozenset(data)
         self._guard = guard
 
         def declare(*, decompose: bool, oracles: bool) -> StepBuilder:
@@ -304,6 +357,7 @@ class Engine:
                 precision=self.precision,
                 groups=groups,
                 data=data,
+                replay=self.replay,
                 feed=feed,
                 decompose=decompose,
                 with_oracles=oracles,
@@ -315,10 +369,11 @@ class Engine:
         self._declare = declare
         self.builder = builder = declare(decompose=False, oracles=False)
         self._oracle_every = builder.oracle_every
+        self._resident = frozenset(data if self.replay is None else set(builder.inputs) - set(feed))
         self.stream = self.device.stream()
         self.plan = Plan(builder.program, self.device, guard=guard)
         graph = self.plan.capture(stream=self.stream)
-        self._plain = _Variant(self.plan, graph, partial(graph.launch, stream=self.stream))
+        self._plain = _Variant(self.plan, graph, graph.bind(self.stream))
         self._variants = {(False, False): self._plain}
         if self._oracle_every:
             self._variant(decompose=False, oracles=True)  # now, so that no step of a run pays for it
@@ -340,7 +395,7 @@ class Engine:
         self._staging = InputStaging(
             self.device,
             self.stream,
-            {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in data},
+            {n: self.plan.buffer(t) for n, t in builder.inputs.items() if n not in self._resident},
         )
 
     def _variant(self, decompose: bool, oracles: bool) -> _Variant:
@@ -352,22 +407,8 @@ class Engine:
                 raise ValueError("this step has no decomposition: it has no Q network")
             plan = Plan(builder.program, self.device, guard=self._guard, base=self.plan)
             graph = plan.capture(stream=self.stream)
-            self._variants[key] = _Variant(plan, graph, partial(graph.launch, stream=self.stream))
+            self._variants[key] = _Variant(plan, graph, graph.bind(self.stream))
         return self._variants[key]
-
-    def _initialise(self) -> None:
-        for arena in ("params", "grads", "adam_m", "adam_v"):
-            for group in self.builder.groups:
-                self.plan.buffer(f"{arena}.{group.name}").fill_u32(0)
-        self.plan.buffer(self.builder.snapshot).fill_u32(0)
-        self._set_counters(np.array([0, 0, 0, self.seed], np.uint64))
-        for name, buffer in self._parameter_buffers().items():
-            self._write(buffer, initial_value(name, buffer.shape, self.seed))
-        for target in self.builder.target_groups:
-            self.plan.buffer(target.values).copy_from(self.plan.buffer(target.group.params), stream=self.stream)
-        for name, tensor in self.builder.spectral_vectors.items():
-            self._write(self.plan.buffer(tensor), unit_vector(name, tensor.shape, self.seed))
-        self.synchronize()
 
     def _set_counters(self, counters: NDArray[np.uint64]) -> None:
         """Device counters and the host's mirror of them: the next row of both rings, the next replay number."""
@@ -401,6 +442,8 @@ class Engine:
         self._closed = True
         for evaluation in self._evaluations.values():
             evaluation.close()
+        for acting in self._actings:
+            acting.close()
         for variant in reversed(list(self.__dict__.get("_variants", {}).values())):
             variant.graph.close()
             variant.plan.close()

@@ -76,6 +76,27 @@ _HOST: dict[str, tuple[int, float, float, float]] = {
     "oracle_beta": (30, 0.05, 0.0, 1.0),
     "eps_clamp_floor": (31, 1.0, 0.0, _INF),
 }
+# Parts that a step may add: {part: {name: (slot, default, lowest, highest)}}.
+_PARTS: dict[str, dict[str, tuple[int, float, float, float]]] = {
+    "policy": {
+        "epsilon": (64, 0.05, 0.0, 1.0),
+        "temperature": (65, 1.0, 1e-6, _INF),
+        "risk": (66, 0.0, -1.0, 1.0),
+    },
+    "replay": {
+        "gamma": (67, 0.99, 0.0, 1.0),
+        "priority_alpha": (68, 0.5, 0.0, 1.0),
+        "priority_beta": (69, 0.4, 0.0, 1.0),
+        "priority_eps": (70, 1e-6, 0.0, _INF),
+    },
+    "market": {
+        "market_fee": (72, 0.0, 0.0, 1.0),
+        "market_spread": (73, 0.0, 0.0, 1.0),
+        "market_urgency_cost": (74, 0.0, 0.0, 1.0),
+    },
+}
+#: Names of all of them: the specified step has none.
+OPTIONAL = frozenset(name for part in _PARTS.values() for name in part)
 _PER_GROUP = {"lr": (32, 3e-4), "clip": (48, 1.0)}
 _STATE = {
     "aux_acc_short": 384, "aux_acc_long": 385, "aux_acc_var": 386, "disagree_ema": 387, "gate_open": 388,
@@ -124,6 +145,17 @@ class SignalMap:
         self._families = {
             prefix: tuple(self.slots[f"{prefix}.{group}"] for group in self.groups.values()) for prefix in _PER_GROUP
         }
+
+    def include(self, part: str) -> None:
+        """Add the host-owned signals of an optional part of a step: `policy`, `replay` or `market`. Idempotent.
+
+        Raises:
+            KeyError: no such part.
+        """
+        if part not in _PARTS:
+            raise KeyError(f"no signals for '{part}'; there are parts {sorted(_PARTS)}")
+        for name, spec in _PARTS[part].items():
+            self.slots[name] = Slot(name, *spec, device_owned=False)
 
     def slot(self, name: str) -> Slot:
         """The slot of a name. Raises KeyError naming the nearest known signals."""

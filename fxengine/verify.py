@@ -23,7 +23,7 @@ from fxengine.driver import Device
 from fxengine.engine import Engine
 from fxengine.golden import LIMITS, Array, GoldenFile, GoldenFileError, Limits, clear_choices, update_error
 from fxengine.ops.step import COUNTERS
-from fxengine.signals import BOUND_FAMILIES
+from fxengine.signals import BOUND_FAMILIES, OPTIONAL
 
 #: Result kinds whose update is measured too, and the smallest reference update that counts as one.
 _UPDATED = {"param": 1e-6, "m": 1e-6, "v": 1e-12, "target": 1e-6}
@@ -291,7 +291,8 @@ def _start(engine: Engine, file: GoldenFile) -> None:
     if unknown := sorted(set(values) - set(engine.signals.map.host_names)):
         raise GoldenFileError(f"{file.path}: signals {unknown} are unknown to this version")
     groups = {group.name for group in engine.builder.groups}
-    needed = {n for n in engine.signals.map.host_names if "." not in n or n.split(".")[1] in groups}
+    known = set(engine.signals.map.host_names) - OPTIONAL
+    needed = {n for n in known if "." not in n or n.split(".")[1] in groups}
     if lacking := sorted(needed - set(values)):
         raise GoldenFileError(f"{file.path}: array 'in.signal.{lacking[0]}' is missing")
     engine.signals.update(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -13,6 +13,7 @@ from fxengine import signals as signal_rows
 from fxengine import telemetry as telemetry_rows
 from fxengine.driver import Target
 from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
+from fxengine.nets.sampling import BATCH_STREAM, Sampling
 from fxengine.nets.tape import Tape
 from fxengine.ops import gather, random, step
 from fxengine.ops.reduce import SUM
@@ -23,8 +24,9 @@ from fxengine.train.oracles import oracles
 from fxengine.train.spectral import spectral_norm
 from fxengine.train.targets import TargetGroup, polyak
 
-#: Philox stream of the batch indices.
-BATCH_STREAM = 1
+if TYPE_CHECKING:
+    from fxengine.rl.replay import Replay
+
 #: Telemetry values a step can report.
 _REPORT_SLOTS = 128
 
@@ -51,6 +53,7 @@ class StepBuilder:
         precision: of linear products: `fp32`, `tf32` or `bf16`.
         groups: group name by index; defaults to those of the specified step.
         data: inputs that are gathered from device-resident rows instead of being written by the host.
+        replay: a replay that fills every input, but for those of `feed`.
         feed: random inputs (`noise`) that the host writes instead.
         with_oracles: run the oracles, if the step has any; most replays leave them out.
         decompose: add the gradient decomposition: the same training, and diagnostics on top.
@@ -64,6 +67,7 @@ class StepBuilder:
         precision: str = "fp32",
         groups: Mapping[int, str] | None = None,
         data: Mapping[str, Source] | None = None,
+        replay: Replay | None = None,
         feed: Collection[str] = (),
         evaluation: bool = False,
         decompose: bool = False,
@@ -100,15 +104,21 @@ class StepBuilder:
             self._ring = self.program.tensor(
                 "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
             )
+        self.sampling = Sampling(self, replay) if replay is not None else None
 
     # -- declarations --------------------------------------------------------------------------------------------
 
     def input(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> Tensor:
-        """A batch input [batch, ...]. The host writes it, or it is gathered from `data` by Philox row indices.
+        """A batch input [batch, ...]. The host writes it, or it is gathered from `data` by Philox row indices, or the
+        replay fills it (`Sampling`).
 
         Raises:
-            ProgramError: the data of this input has another row shape or dtype.
+            ProgramError: the data or the replay's field of this input has another row shape or dtype, or the replay
+                does not have it.
         """
+        if self.sampling is not None and name not in self._feed:
+            self.inputs[name] = self.sampling.input(name, shape, dtype)
+            return self.inputs[name]
         tensor = self.program.tensor(name, shape, dtype, arena="inputs")
         self.inputs[name] = tensor
         source = self._data.get(name)
@@ -205,6 +215,16 @@ class StepBuilder:
         index = self.signals.slot(name).index
         return self.snapshot.rows(index, index + 1)
 
+    def host_signal(self, name: str) -> Tensor:
+        """A host-owned signal in the host's ring, float32 [rows, 1]: for who cannot wait for the snapshot.
+
+        Replay r reads row r % rows. Host memory is slow to read.
+        """
+        slot = self.signals.slot(name)
+        if slot.device_owned:
+            raise ProgramError(f"signal '{name}' is owned by the device: it is in the snapshot only")
+        return self._ring.columns(slot.index, slot.index + 1)
+
     def report(self, name: str) -> Tensor:
         """One float of the telemetry row, read by the host under `name`. Zero unless written in the step."""
         if name in self.reported:
@@ -256,6 +276,8 @@ class StepBuilder:
         for append in self._after_backward:
             append()
         guard = self._optimize()
+        if self.sampling is not None:
+            self.sampling.update(guard.skip)
         for append in self._at_end:
             append()
         rows = telemetry_rows.RING_ROWS
@@ -273,7 +295,11 @@ class StepBuilder:
             mirrored=[self.signals.slot(name).index for name in self._mirrored],
             ring=ring,
             head=head,
-            after=[*(g.params for g in self.groups), *(t.values for t in self.target_groups)],
+            after=[
+                *(g.params for g in self.groups),
+                *(t.values for t in self.target_groups),
+                *(self.sampling.drawn if self.sampling is not None else ()),
+            ],
         )
 
     def _begin(self) -> None:

@@ -52,6 +52,7 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
     if config.is_aux_only:
         _auxiliary_step(step, config)
         return
+    step.signals.include("policy")
     _declare_groups(step, config)
     step.signals_apart = True  # the step branches from its first level on
     batch = _inputs(step, config)
@@ -100,6 +101,19 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
         step.mirror(gate.READINESS_STATE)
     step.run_oracles(config.oracle_every)
     _outputs(step, here, heads, choice, values)
+
+
+def acting_values(step: StepBuilder, config: StepConfig, state: Tensor, ofi: Tensor | None) -> Tensor:
+    """Declare the online forward of a configuration alone; returns q [rows, Σn_d] of state [rows, S], ofi [rows, O].
+
+    Groups that the step has already are used; the name of the state ends those of the tensors made here.
+    """
+    if "trunk" in step.absent_groups:
+        _declare_groups(step, config)
+    p = Pass(step, f".{state.name}")
+    here = trunk.forward(p, config, attention.forward(p, config, state))
+    wire = aux.wire(p, aux.forward(p, here.h1, regime=False).next_bar) if config.aux_h else None
+    return dueling.forward(p, config, here.h2, wire=wire, ofi=ofi).heads.q
 
 
 def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
@@ -181,7 +195,7 @@ def _head_losses(
         w_c51=weights["c51"],
         w_cql=weights["cql"],
         w_distill=weights["distill"] if theta else None,
-        dv=step.loss_gradient(heads.heads.v),
+        dv=step.loss_gradient(heads.v),
         dadv=[step.tape.training.output(adv) for adv in heads.heads.adv] if step.train else (),
         td=td,
         loss_c51=step.report("L_c51"),
@@ -287,7 +301,7 @@ def _decomposition(
                 v_min=config.v_min,
                 v_max=config.v_max,
                 theta=theta,
-                dv=gradients.output(heads.heads.v),
+                dv=gradients.output(heads.v),
                 dadv=[gradients.output(adv) for adv in heads.heads.adv],
                 name=f"split.{name}",
                 **weight,

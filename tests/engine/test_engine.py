@@ -31,6 +31,13 @@ def test_graph_uncaptured_and_again_give_the_same_bits(device: Device) -> None:
         assert run(d, 6) != run(make(device), 6)
 
 
+def test_run_queues_steps(device: Device) -> None:
+    with make(device) as one, make(device) as other:
+        one.run(9)
+        one.synchronize()
+        assert one.state_hash() == run(other, 9)
+
+
 def test_training_lowers_the_loss(device: Device) -> None:
     with make(device, signals={"lr": 3e-3}) as engine:
         losses = []
