@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxengine.driver import Arena, Arguments, Buffer, Device, Kernel, KernelSource, MappedBuffer, Stream, capture
+from fxengine.driver import (
+    Arena,
+    Arguments,
+    Buffer,
+    Capture,
+    Device,
+    Kernel,
+    KernelSource,
+    MappedBuffer,
+    Stream,
+    capture,
+)
 from fxengine.driver.errors import ClosedError
 from fxengine.graphs.fusion import Fusion, fused_kernel, fused_shared, fused_source
 from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor, Value, entries
@@ -138,25 +149,21 @@ class Plan:
 
     def capture_nodes(self, indices: Sequence[int], *, stream: Stream, chain: int = 1) -> StepGraph:
         """Capture some of the nodes, `chain` times one after another (for timing a node by itself)."""
-        self._check_open()
+        return _capture_all([(self, indices)] * chain, stream)
+
+    def _record(self, recording: Capture, indices: Sequence[int], stream: Stream, tail: list[Any]) -> list[Any]:
+        """Capture some of the nodes behind the nodes `tail`; returns those that nothing follows."""
         captured: dict[int, Any] = {}
-        with self.device.activate():
-            with capture(stream) as recording:
-                tail: list[Any] = []
-                for _ in range(chain):
-                    captured.clear()
-                    for i in indices:
-                        step = self._steps[i]
-                        depends = [captured[d] for d in step.node.after if d in captured] or tail
-                        kernels = step.kernel is not None and all(
-                            self._steps[d].kernel is not None for d in step.node.after if d in captured
-                        )
-                        recording.set_dependencies(depends, programmatic=kernels and bool(depends))
-                        self._issue(step, stream, pdl=kernels and bool(depends))
-                        captured[i] = recording.last_node()
-                    tail = [captured[i] for i in indices if not self._followed(i, indices)]
-                recording.set_dependencies(tail)
-            return StepGraph(self, recording.graph, tuple(self._steps[i] for i in indices) * chain)
+        for i in indices:
+            step = self._steps[i]
+            depends = [captured[d] for d in step.node.after if d in captured] or tail
+            kernels = step.kernel is not None and all(
+                self._steps[d].kernel is not None for d in step.node.after if d in captured
+            )
+            recording.set_dependencies(depends, programmatic=kernels and bool(depends))
+            self._issue(step, stream, pdl=kernels and bool(depends))
+            captured[i] = recording.last_node()
+        return [captured[i] for i in indices if not self._followed(i, indices)]
 
     def _followed(self, index: int, indices: Sequence[int]) -> bool:
         return any(index in self._steps[j].node.after for j in indices)
@@ -319,3 +326,22 @@ class Plan:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def capture_sequence(plans: Sequence[Plan], *, stream: Stream) -> StepGraph:
+    """Capture programs as one graph, each behind all of the one before it. The plans must stay open."""
+    return _capture_all([(plan, range(len(plan.nodes))) for plan in plans], stream)
+
+
+def _capture_all(parts: Sequence[tuple[Plan, Sequence[int]]], stream: Stream) -> StepGraph:
+    """Capture nodes of plans, part behind part. Counts of the graph show the memory of the first plan."""
+    first = parts[0][0]
+    for plan, _ in parts:
+        plan._check_open()
+    with first.device.activate():
+        with capture(stream) as recording:
+            tail: list[Any] = []
+            for plan, indices in parts:
+                tail = plan._record(recording, indices, stream, tail)
+            recording.set_dependencies(tail)
+        return StepGraph(first, recording.graph, tuple(plan._steps[i] for plan, indices in parts for i in indices))
