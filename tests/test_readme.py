@@ -24,7 +24,7 @@ def test_there_is_python_to_run() -> None:
     assert len(BLOCKS) >= 2
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"fxengine (train|inspect|verify|info)\b", README))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"fxengine (train|rl|trade|inspect|verify|info)\b", README))))
 def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"fxengine {command}" in capsys.readouterr().out

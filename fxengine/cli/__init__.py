@@ -1,4 +1,4 @@
-"""The command line: `fxengine train`, `info`, `inspect`, `verify`."""
+"""The command line: `fxengine train`, `trade`, `rl`, `info`, `inspect`, `verify`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fxengine import __version__
-from fxengine.cli import info, inspect, train, verify
+from fxengine.cli import info, inspect, rl, trade, train, verify
 from fxengine.driver.errors import CompileError, FxError, SimulatedDeviceWarning
 
 __all__ = ["main"]
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (train, info, inspect, verify):
+    for module in (train, trade, rl, info, inspect, verify):
         module.add_parser(commands)
     return parser
 

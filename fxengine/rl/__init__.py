@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "Agent": "fxengine.rl.agents",
     "C51Agent": "fxengine.rl.agents",
+    "Collector": "fxengine.rl.collector",
     "DqnAgent": "fxengine.rl.agents",
     "Evaluation": "fxengine.rl.outcome",
     "Field": "fxengine.rl.replay",
@@ -21,19 +22,21 @@ _EXPORTS = {
     "Performance": "fxengine.rl.performance",
     "Progress": "fxengine.rl.outcome",
     "Replay": "fxengine.rl.replay",
+    "TradeSettings": "fxengine.rl.trading",
     "TrainConfig": "fxengine.rl.settings",
     "TrainResult": "fxengine.rl.outcome",
     "Trainer": "fxengine.rl.trainer",
     "baselines": "fxengine.rl.performance",
     "evaluate": "fxengine.rl.playing",
     "market_data": "fxengine.rl.market",
-    "performance": "fxengine.rl.performance",
+    "trade": "fxengine.rl.trading",
     "train": "fxengine.rl.training",
     "walk": "fxengine.rl.performance",
 }
 __all__ = [
     "Agent",
     "C51Agent",
+    "Collector",
     "DqnAgent",
     "Evaluation",
     "Field",
@@ -47,25 +50,28 @@ __all__ = [
     "Performance",
     "Progress",
     "Replay",
+    "TradeSettings",
     "TrainConfig",
     "TrainResult",
     "Trainer",
     "baselines",
     "evaluate",
     "market_data",
-    "performance",
+    "trade",
     "train",
     "walk",
 ]
 
 if TYPE_CHECKING:
     from fxengine.rl.agents import Agent, C51Agent, DqnAgent, FullAgent, IqnAgent
+    from fxengine.rl.collector import Collector
     from fxengine.rl.market import MarketCosts, MarketData, MarketSpec, market_data
     from fxengine.rl.outcome import Evaluation, Progress, TrainResult
-    from fxengine.rl.performance import Performance, baselines, performance, walk
+    from fxengine.rl.performance import Performance, baselines, walk
     from fxengine.rl.playing import evaluate
     from fxengine.rl.replay import Field, Memory, Replay
     from fxengine.rl.settings import TrainConfig
+    from fxengine.rl.trading import TradeSettings, trade
     from fxengine.rl.trainer import Trainer
     from fxengine.rl.training import train
     from fxengine.rl.twin import Market
