@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +27,7 @@ from fxengine.cli.options import (
 )
 from fxengine.cli.report import as_json, describe
 from fxengine.driver.errors import FxError
+from fxengine.interrupt import interruptible
 
 if TYPE_CHECKING:
     from fxengine.session import Progress, TrainingSession, TrainResult
@@ -108,7 +106,7 @@ def _train(arguments: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         with (
-            _interruptible(session.stop),
+            interruptible(session.stop),
             Metrics(folder / _METRICS) as metrics,
             watcher(session.steps, out) as show,
         ):
@@ -175,25 +173,6 @@ def _folder(given: str | None, *, overwrite: bool) -> Path:
         if held and not overwrite:
             raise FxError(f"{folder} already holds {', '.join(held)}; choose another folder or pass --overwrite")
     return folder
-
-
-@contextlib.contextmanager
-def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C asks the training to stop after its present step, the second one interrupts it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals, and only it gets them
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, previous)
-        stop()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _draw(path: Path, session: TrainingSession, result: TrainResult) -> None:

@@ -22,6 +22,7 @@ from fxengine.train.groups import ParamSpec, linear_specs
 #: Two floats on the device whose product multiplies the gradient into h.
 Scale: TypeAlias = "tuple[Tensor, Tensor]"
 
+
 @dataclass(frozen=True)
 class Network:
     """Shape of a quantile network.

@@ -19,19 +19,23 @@ _EXPORTS = {
     "MarketData": "fxengine.rl.market",
     "MarketSpec": "fxengine.rl.market",
     "Memory": "fxengine.rl.replay",
-    "Performance": "fxengine.rl.performance",
+    "Performance": "fxengine.rl.backtest",
     "Progress": "fxengine.rl.outcome",
     "Replay": "fxengine.rl.replay",
     "TradeSettings": "fxengine.rl.trading",
     "TrainConfig": "fxengine.rl.settings",
     "TrainResult": "fxengine.rl.outcome",
     "Trainer": "fxengine.rl.trainer",
-    "baselines": "fxengine.rl.performance",
+    "Walk": "fxengine.rl.walker",
+    "baselines": "fxengine.rl.backtest",
     "evaluate": "fxengine.rl.playing",
     "market_data": "fxengine.rl.market",
+    "market_replay": "fxengine.rl.collector",
+    "performance": "fxengine.rl.backtest",
     "trade": "fxengine.rl.trading",
     "train": "fxengine.rl.training",
-    "walk": "fxengine.rl.performance",
+    "training_step": "fxengine.rl.collector",
+    "walk": "fxengine.rl.backtest",
 }
 __all__ = [
     "Agent",
@@ -54,20 +58,24 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "Walk",
     "baselines",
     "evaluate",
     "market_data",
+    "market_replay",
+    "performance",
     "trade",
     "train",
+    "training_step",
     "walk",
 ]
 
 if TYPE_CHECKING:
     from fxengine.rl.agents import Agent, C51Agent, DqnAgent, FullAgent, IqnAgent
-    from fxengine.rl.collector import Collector
+    from fxengine.rl.backtest import Performance, baselines, performance, walk
+    from fxengine.rl.collector import Collector, market_replay, training_step
     from fxengine.rl.market import MarketCosts, MarketData, MarketSpec, market_data
     from fxengine.rl.outcome import Evaluation, Progress, TrainResult
-    from fxengine.rl.performance import Performance, baselines, walk
     from fxengine.rl.playing import evaluate
     from fxengine.rl.replay import Field, Memory, Replay
     from fxengine.rl.settings import TrainConfig
@@ -75,6 +83,7 @@ if TYPE_CHECKING:
     from fxengine.rl.trainer import Trainer
     from fxengine.rl.training import train
     from fxengine.rl.twin import Market
+    from fxengine.rl.walker import Walk
 
 
 def __getattr__(name: str) -> Any:

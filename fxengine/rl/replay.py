@@ -254,6 +254,7 @@ class Memory:
         insert(program, stored, sources, staging=Staging(turn, head, STAGING_ROWS))
         self._plan = Plan(program, engine.device, base=engine.plan, share=(ARENA,))
         self._graph = self._plan.capture(stream=engine.stream)
+        self._launch = self._graph.bind(engine.stream)
         self._head = self._plan.mapped("memory.head").array.view(np.uint64)
         # Views of each row that leave out the padding: what `add` writes.
         self._rows: dict[str, list[NDArray[Any]]] = {}
@@ -287,7 +288,7 @@ class Memory:
         for name, array in arrays.items():
             target = self._rows[name][row]
             target[...] = array.reshape(target.shape)
-        self._graph.launch(stream=self._engine.stream)
+        self._launch()
         self._launched += 1
         self._engine.inserted += 1
 

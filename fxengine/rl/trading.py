@@ -28,9 +28,9 @@ from fxengine.data.dataset import Dataset
 from fxengine.driver import Device
 from fxengine.engine import Engine
 from fxengine.rl.agents import Agent, C51Agent, DqnAgent, FullAgent, IqnAgent
+from fxengine.rl.backtest import Performance, bars_per_year, performance, walk
 from fxengine.rl.collector import Collector, market_replay, training_step
 from fxengine.rl.market import FLAT, LONG, MARKET, NORMAL, MarketCosts, MarketData, MarketSpec, market_data
-from fxengine.rl.performance import Performance, bars_per_year, performance, walk
 from fxengine.rl.walker import Walk
 from fxengine.settings import SMALL
 

@@ -9,15 +9,14 @@ print(result.last_return, result.evaluations[-1].mean)
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from fxengine.driver import Device
+from fxengine.interrupt import interruptible
 from fxengine.rl.envs import Source, maker
 from fxengine.rl.logs import CHECKPOINT, METRICS, JsonLog, TensorBoard, progress_bar
 from fxengine.rl.outcome import Evaluation, Progress, TrainResult
@@ -147,7 +146,7 @@ def train(
         schedule = Schedule(log_every or max(1, steps // _ENTRIES), evaluate_every, checkpoint_every)
         with contextlib.ExitStack() as stack:
             run = _Run(trainer, schedule, folder, [*callbacks])
-            stack.enter_context(_interruptible(trainer.stop))
+            stack.enter_context(interruptible(trainer.stop))
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 run.logs.append(JsonLog(folder / METRICS, append=goes_on))
@@ -234,22 +233,3 @@ def _check_free(folder: Path) -> None:
     held = [name for name in (CHECKPOINT, METRICS) if (folder / name).exists()]
     if held:
         raise ValueError(f"{folder} already holds {', '.join(held)}; choose another folder, overwrite=True or resume=")
-
-
-@contextlib.contextmanager
-def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C asks the run to stop after its present step, the second one interrupts it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals, and only it gets them
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, previous)
-        stop()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -72,7 +72,7 @@ class Walk:
         self._graph = self._plan.capture(stream=engine.stream)
 
     def run(self) -> NDArray[np.float64]:
-        """Trace of the walk, float64 [n, 4, E], as `fxengine.rl.performance.performance` takes it. Waits.
+        """Trace of the walk, float64 [n, 4, E], as `fxengine.rl.backtest.performance` takes it. Waits.
 
         Every account begins at the first bar, flat, with an equity of 1. One that is ruined stops: its later rows are
         NaN. The same parameters and signals give the same trace.

@@ -22,10 +22,10 @@ def test_version(cli: Callable[..., Run]) -> None:
 def test_help_names_the_commands(cli: Callable[..., Run]) -> None:
     run = cli("--help")
     assert run.status == 0
-    assert all(name in run.out for name in ("train", "info", "inspect", "verify"))
+    assert all(name in run.out for name in ("train", "rl", "trade", "info", "inspect", "verify"))
 
 
-@pytest.mark.parametrize("command", ["train", "info", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["train", "rl", "trade", "info", "inspect", "verify"])
 def test_every_command_has_help(cli: Callable[..., Run], command: str) -> None:
     run = cli(command, "--help")
     assert run.status == 0

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fxengine.driver import Device
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.ops import market
+from fxengine.rl.backtest import performance, walk
 from fxengine.rl.market import MarketCosts, MarketData, MarketSpec
-from fxengine.rl.performance import performance, walk
 from fxengine.rl.twin import Market
 from tests.rl.markets import market_of, random_market
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fxengine.data import make_dataset
 from fxengine.ops.market import ACCOUNT, ACCOUNT_FEATURES, CLOCK
+from fxengine.rl.backtest import walk
 from fxengine.rl.market import MarketCosts, MarketSpec, market_data
-from fxengine.rl.performance import walk
 from fxengine.rl.twin import Market
 from tests.data.makers import random_bars, spliced
 from tests.rl.markets import Bar, account, market_of, random_market

@@ -17,8 +17,8 @@ from fxengine.ops.market import TRACE
 from fxengine.ops.policy import reference_greedy
 from fxengine.rl import performance as figures
 from fxengine.rl.agents import Agent, C51Agent, DqnAgent, FullAgent
+from fxengine.rl.backtest import Performance
 from fxengine.rl.market import MarketCosts, MarketData, MarketSpec, market_data
-from fxengine.rl.performance import Performance
 from fxengine.rl.trading import Account, Spread, TradePlan, TradeResult, TradeSettings, baselines, trade
 from fxengine.rl.walker import Walk
 from tests.nets.whole import BARE, step_config

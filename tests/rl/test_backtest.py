@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fxengine.rl.backtest import bars_per_year, baselines, performance, walk
 from fxengine.rl.market import MarketCosts, MarketSpec
-from fxengine.rl.performance import bars_per_year, baselines, performance, walk
 from tests.rl.markets import random_market
 
 HOUR = np.timedelta64(1, "h")
