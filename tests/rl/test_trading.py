@@ -15,7 +15,7 @@ from fxengine.data import Dataset, demo_bars, make_dataset
 from fxengine.driver import Device
 from fxengine.ops.market import TRACE
 from fxengine.ops.policy import reference_greedy
-from fxengine.rl import performance as figures
+from fxengine.rl import backtest as figures
 from fxengine.rl.agents import Agent, C51Agent, DqnAgent, FullAgent
 from fxengine.rl.backtest import Performance
 from fxengine.rl.market import MarketCosts, MarketData, MarketSpec, market_data
