@@ -25,7 +25,7 @@ from fxengine.graphs import MAPPED, Plan, Program, ProgramError, Tensor
 from fxengine.ops import insertion, priorities
 from fxengine.ops import replay as ops
 from fxengine.ops.insertion import Staging
-from fxengine.ops.replay import ARENA, FORMATS, TERMINATED, TRUNCATED, Column, Format, Ring
+from fxengine.ops.replay import ARENA, FORMATS, TRUNCATED, Column, Format, Ring
 
 if TYPE_CHECKING:
     from fxengine.engine import Engine
@@ -238,6 +238,7 @@ class Memory:
             if name != "done"
         }
         self._expected = {**fields, **flags}
+        self._quick = [(name, dtype, shape) for name, (dtype, shape) in self._expected.items()]
         self._build()
 
     def _build(self) -> None:
@@ -261,7 +262,12 @@ class Memory:
         for name, source in sources.items():
             ring = self._plan.mapped(source.name).array.view(source.dtype).reshape(source.shape)
             width = stored.columns[name].width
-            self._rows[name] = [row if row.ndim == 1 else row[:, :width] for row in ring]
+            views = [row if row.ndim == 1 else row[:, :width] for row in ring]
+            if name != "done":
+                shape = self._expected[name][1]
+                views = [view.reshape(shape) if _keeps_memory(view, shape) else view for view in views]
+            self._rows[name] = views
+        self._fields = [(name, rows) for name, rows in self._rows.items() if name != "done"]
 
     def add(self, **step: ArrayLike) -> None:
         """Insert one step of all environments, behind everything that the engine has launched and before what follows.
@@ -281,13 +287,15 @@ class Memory:
         if self._closed or self._engine._closed:
             raise ClosedError("the memory is closed" if self._closed else "the engine is closed")
         arrays = self._checked(step)
-        arrays["done"] = TERMINATED * arrays.pop("terminated") + TRUNCATED * arrays.pop("truncated")
         if self._launched - self._read >= STAGING_ROWS:
             self._wait(self._launched - STAGING_ROWS + 1)
         row = self._launched % STAGING_ROWS
-        for name, array in arrays.items():
-            target = self._rows[name][row]
-            target[...] = array.reshape(target.shape)
+        for name, rows in self._fields:
+            array, target = arrays[name], rows[row]
+            target[...] = array if array.shape == target.shape else array.reshape(target.shape)
+        done = self._rows["done"][row]
+        np.multiply(arrays["truncated"], TRUNCATED, out=done)
+        np.add(done, arrays["terminated"], out=done)  # bit 0
         self._launch()
         self._launched += 1
         self._engine.inserted += 1
@@ -301,7 +309,15 @@ class Memory:
         """Share of the replay that is filled, from 0.0 to 1.0."""
         return len(self) / self._replay.capacity
 
-    def _checked(self, step: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
+    def _checked(self, step: dict[str, Any]) -> dict[str, NDArray[Any]]:
+        """The arrays of a step, which fit. Most often they are arrays that do, and nothing has to be made."""
+        if len(step) == len(self._quick):
+            for name, dtype, shape in self._quick:
+                array = step.get(name)
+                if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                    break
+            else:
+                return step
         if set(step) != set(self._expected):
             raise ValueError(f"a step consists of {sorted(self._expected)}, got {sorted(step)}")
         arrays = {name: np.asarray(value) for name, value in step.items()}
@@ -336,3 +352,8 @@ class Memory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _keeps_memory(view: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    """Whether a view can take a shape without being copied."""
+    return bool(np.shares_memory(view.reshape(shape), view))
