@@ -115,6 +115,7 @@ class ActingGraph:
         self._slots = np.array(slots, np.intp)
         self._version = 0  # of the signals in the header; the host's begin with 1
         self._sequence = 0
+        self._pending = False  # a launch whose result has not arrived
         self._inputs: dict[str, NDArray[np.float32]] = {}
         for name, width in shape.widths.items():
             part = words[offsets[name] : offsets[name] + shape.words(name)]
@@ -134,6 +135,9 @@ class ActingGraph:
         """Call number `count`, counted from 0, on observations of a shape that this graph is for."""
         if obs.dtype is not FLOAT32:
             check_dtype("observations", obs)
+        if self._pending:  # an interrupted call's launch may not have read its inputs yet
+            self._engine.synchronize()
+            self._pending = False
         if extra or self._inputs:
             self._write(extra)
         self._state[...] = obs
@@ -169,12 +173,14 @@ class ActingGraph:
         if version != self._version:
             self._signals[:] = signals.current()[self._slots]
             self._version = version
+        self._pending = True
         self._launch()
         tag = self._sequence & 0xFFFFFFFF
         expected = tag.to_bytes(4, "little") * len(self._tags)
         last, looks = self._last, 0
         while True:
             if last[0] >> 32 == tag and self._arrived(expected):
+                self._pending = False
                 return
             looks += 1
             if looks % _LOOKS == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from fxengine.acting import Acting, Actions, PolicyKind, Result, specified_actin
 from fxengine.checkpoint import Checkpoint
 from fxengine.config import StepConfig
 from fxengine.driver import Buffer, Device
-from fxengine.driver.errors import ClosedError
+from fxengine.driver.errors import ClosedError, CudaError
 from fxengine.evaluation import Evaluation
 from fxengine.graphs import Plan, StepGraph
 from fxengine.nets.builder import Source, StepBuilder
@@ -136,19 +137,20 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the engine is closed")
-        if self.replay is not None and self.inserted < self.replay.n_step:
-            envs, steps = self.replay.envs, self.replay.n_step
-            raise RuntimeError(
-                f"the replay holds {self.inserted * envs} of at least {steps * envs} transitions; insert more first"
-            )
+        if self.replay is not None:
+            self.require_transitions(self.inserted)
         oracles = self.runs_oracles(self._submitted)
         variant = self._variant(decompose, oracles) if decompose or oracles else self._plain
         self.signals.publish(self._submitted)
-        if captured:
-            variant.replay()
-        else:
-            variant.plan.run(stream=self.stream)
-        self._submitted += 1
+        try:
+            if captured:
+                variant.replay()
+            else:
+                variant.plan.run(stream=self.stream)
+            self._submitted += 1
+        except BaseException:  # an interrupt may come between a launch and its count
+            self.recount()
+            raise
 
     def run(self, steps: int) -> None:
         """Queue that many steps, as `step()` does."""
@@ -159,6 +161,22 @@ class Engine:
         """Whether replay number `replay`, counted from 0 over the whole run, has the oracles in it."""
         every = self._oracle_every
         return every > 0 and replay % every == every - 1
+
+    def require_transitions(self, inserted: int) -> None:
+        """Raise RuntimeError unless the replay can serve a batch after so many insertions."""
+        if self.replay is not None and inserted < self.replay.n_step:
+            envs, steps = self.replay.envs, self.replay.n_step
+            raise RuntimeError(
+                f"the replay holds {inserted * envs} of at least {steps * envs} transitions; insert more first"
+            )
+
+    def recount(self) -> None:
+        """Take the numbers of steps and insertions from the device; a launch may be uncounted. Waits."""
+        with suppress(CudaError):  # what went wrong is on its way to the caller already
+            self.synchronize()
+            self._submitted = self._telemetry.finished()
+            if self.builder.sampling is not None:
+                self.inserted = int(self._read(self.plan.buffer(self.builder.sampling.stored.ring.counters))[0])
 
     def synchronize(self) -> None:
         """Wait until every queued step has finished."""

@@ -82,7 +82,7 @@ __device__ __forceinline__ void fx_cluster_send(float* place, FxMailbox* box, in
 #endif
 }
 
-// All threads: wait until the mailbox has got everything.
+// All threads: wait until the mailbox has got everything, and see what other blocks have put there.
 __device__ __forceinline__ void fx_mailbox_wait(FxMailbox* box) {
 #if FX_CLUSTER > 1
     const unsigned at = fx_shared_address(box);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void fx_mailbox_wait(FxMailbox* box) {
     while (done == 0) {
         asm volatile(
             "{\n\t.reg .pred full;\n\t"
-            "mbarrier.try_wait.parity.shared::cta.b64 full, [%1], 0;\n\t"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 full, [%1], 0;\n\t"
             "selp.u32 %0, 1, 0, full;\n\t}"
             : "=r"(done)
             : "r"(at)

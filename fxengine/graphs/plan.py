@@ -151,18 +151,19 @@ class Plan:
         """Capture some of the nodes, `chain` times one after another (for timing a node by itself)."""
         return _capture_all([(self, indices)] * chain, stream)
 
-    def _record(self, recording: Capture, indices: Sequence[int], stream: Stream, tail: list[Any]) -> list[Any]:
-        """Capture some of the nodes behind the nodes `tail`; returns those that nothing follows."""
-        captured: dict[int, Any] = {}
+    def _record(
+        self, recording: Capture, indices: Sequence[int], stream: Stream, tail: Sequence[tuple[Any, bool]]
+    ) -> list[tuple[Any, bool]]:
+        """Capture some of the nodes behind `tail`; returns those that nothing follows, and whether they are kernels."""
+        captured: dict[int, tuple[Any, bool]] = {}
         for i in indices:
             step = self._steps[i]
+            kernel = step.kernel is not None
             depends = [captured[d] for d in step.node.after if d in captured] or tail
-            kernels = step.kernel is not None and all(
-                self._steps[d].kernel is not None for d in step.node.after if d in captured
-            )
-            recording.set_dependencies(depends, programmatic=kernels and bool(depends))
-            self._issue(step, stream, pdl=kernels and bool(depends))
-            captured[i] = recording.last_node()
+            overlaps = kernel and bool(depends) and all(is_kernel for _, is_kernel in depends)
+            recording.set_dependencies([node for node, _ in depends], programmatic=overlaps)
+            self._issue(step, stream, pdl=overlaps)
+            captured[i] = recording.last_node(), kernel
         return [captured[i] for i in indices if not self._followed(i, indices)]
 
     def _followed(self, index: int, indices: Sequence[int]) -> bool:
@@ -340,8 +341,8 @@ def _capture_all(parts: Sequence[tuple[Plan, Sequence[int]]], stream: Stream) ->
         plan._check_open()
     with first.device.activate():
         with capture(stream) as recording:
-            tail: list[Any] = []
+            tail: list[tuple[Any, bool]] = []
             for plan, indices in parts:
                 tail = plan._record(recording, indices, stream, tail)
-            recording.set_dependencies(tail)
+            recording.set_dependencies([node for node, _ in tail])
         return StepGraph(first, recording.graph, tuple(plan._steps[i] for plan, indices in parts for i in indices))

@@ -166,8 +166,12 @@ class Collector:
                 self._run_chain(chain)
             for _ in range(rest):
                 self._publish(1)
-                self._launch()
-                self._launched(1)
+                try:
+                    self._launch()
+                    self._launched(1)
+                except BaseException:  # an interrupt may come between the launch and its count
+                    self._recount()
+                    raise
                 if self._trains(self._steps):
                     self._engine.step()
 
@@ -234,6 +238,7 @@ class Collector:
         for step in range(self._steps + 1, self._steps + steps + 1):
             plans.append(self._plan)
             if self._trains(step):
+                engine.require_transitions(engine.inserted + step - self._steps)
                 engine.signals.publish(number)
                 plans.append(self._training_plan(number))
                 number += 1
@@ -241,9 +246,18 @@ class Collector:
         key = tuple(plans)
         if key not in self._chains:
             self._chains[key] = capture_sequence(plans, stream=engine.stream)
-        self._chains[key].launch(stream=engine.stream)
-        self._launched(steps)
-        engine._submitted = number
+        try:
+            self._chains[key].launch(stream=engine.stream)
+            self._launched(steps)
+            engine._submitted = number
+        except BaseException:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Take the number of steps from the device, where it is not known whether the last launch was made. Waits."""
+        self._engine.recount()
+        self._steps = self._finished = int(self._head[0])
 
     def _training_plan(self, number: int) -> Plan:
         """The form of the training step that replay `number` of the engine has."""

@@ -296,9 +296,18 @@ class Memory:
         done = self._rows["done"][row]
         np.multiply(arrays["truncated"], TRUNCATED, out=done)
         np.add(done, arrays["terminated"], out=done)  # bit 0
-        self._launch()
-        self._launched += 1
-        self._engine.inserted += 1
+        try:
+            self._launch()
+            self._launched += 1
+            self._engine.inserted += 1
+        except BaseException:  # an interrupt may come between the launch and its count
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Take the number of insertions from the device. Waits."""
+        self._engine.recount()
+        self._launched = self._read = int(self._head[0])
 
     def __len__(self) -> int:
         """Transitions that the replay holds, counting the insertions under way."""

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fxengine import Engine, StepConfig
-from fxengine.actgraph import ACT_STREAM
+from fxengine.actgraph import ACT_STREAM, ActingGraph
 from fxengine.driver import Device
 from fxengine.driver.errors import ClosedError, CudaError, FxError
 from fxengine.graphs import Plan
@@ -368,3 +368,24 @@ def test_a_failure_on_the_device_is_raised_instead_of_waited_for(
         monkeypatch.undo()
         engine.signals["epsilon"] = 0.0
         np.testing.assert_array_equal(engine.act(**inputs), engine.act(**inputs, greedy=True))
+
+
+def test_an_interrupted_call_does_not_answer_a_later_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the host waits: the launch may still read its observations, which the next call must not replace."""
+    first, second = observations(4, seed=1), observations(4, seed=2)
+    expected = engine.act(**second, greedy=True, values=True)[1]
+    waits: list[bool] = []
+    synchronize = engine.synchronize
+
+    def arrived(self: object, tags: bytes) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActingGraph, "_arrived", arrived)
+        with pytest.raises(KeyboardInterrupt):
+            engine.act(**first, greedy=True, values=True)
+    monkeypatch.setattr(engine, "synchronize", lambda: (waits.append(True), synchronize()))
+    np.testing.assert_array_equal(engine.act(**second, greedy=True, values=True)[1], expected)
+    assert waits == [True]
+    engine.act(**second, greedy=True)
+    assert waits == [True]

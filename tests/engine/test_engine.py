@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,33 @@ def test_run_queues_steps(device: Device) -> None:
         one.run(9)
         one.synchronize()
         assert one.state_hash() == run(other, 9)
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["after", "before"])
+def test_an_interrupt_around_a_launch_loses_no_count(
+    device: Device, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """Ctrl-C may come when the launch is made and not counted yet; signals must still reach the steps they are for."""
+    with make(device) as one, make(device) as other:
+        one.run(3)
+        plain = one._plain
+        replay = plain.replay
+
+        def interrupted() -> None:
+            if made:
+                replay()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(one, "_plain", replace(plain, replay=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            one.step()
+        monkeypatch.setattr(one, "_plain", plain)
+        other.run(4 if made else 3)
+        for engine in (one, other):
+            engine.signals["lr"] = 1e-2
+            engine.run(2)
+            engine.synchronize()
+        assert one.state_hash() == other.state_hash()
 
 
 def test_training_lowers_the_loss(device: Device) -> None:

@@ -325,3 +325,39 @@ def test_states_of_others_and_bad_calls_are_refused(device: Device) -> None:
         with pytest.raises(ClosedError, match="the collector is closed"):
             collector.run(1)
         assert engine.inserted == 0
+
+
+@pytest.mark.parametrize("chain", [1, 4])
+def test_an_interrupt_around_a_launch_loses_no_count(
+    device: Device, monkeypatch: pytest.MonkeyPatch, chain: int
+) -> None:
+    """Ctrl-C may come when the launch is made and not counted yet."""
+    with (
+        loop(device, environments=ENVS, slots=40, train_every=2) as (engine, collector),
+        loop(device, environments=ENVS, slots=40, train_every=2) as (other_engine, other),
+    ):
+        collector.run(8, chain=chain)
+        count = collector._launched
+
+        def interrupted(steps: int) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(collector, "_launched", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collector.run(chain, chain=chain)
+        monkeypatch.setattr(collector, "_launched", count)
+        collector.run(12 - collector.steps, chain=1)
+        other.run(12)
+        assert collector.steps == other.steps == engine.inserted == other_engine.inserted == 12
+        assert state_of(engine, collector) == state_of(other_engine, other)
+
+
+def test_a_chain_does_not_train_from_an_empty_replay(device: Device) -> None:
+    with (
+        loop(device, environments=ENVS, slots=40, train_every=1) as (_, done),
+        loop(device, environments=ENVS, slots=40, train_every=1, n_step=3) as (_, collector),
+    ):
+        done.run(8)
+        collector.load_state(done.state())  # the replay is not loaded
+        with pytest.raises(RuntimeError, match="the replay holds"):
+            collector.run(4, chain=4)

@@ -361,3 +361,32 @@ def test_a_state_of_another_replay_is_refused(device: Device) -> None:
         replay(slots=3, envs=8),
     )
     refused(r"replay\.leaves\.1_step is missing", replay(prioritized=True), replay(n_step=1, prioritized=True))
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["after", "before"])
+def test_an_interrupt_around_an_insertion_loses_no_count(
+    device: Device, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """Ctrl-C may come when the launch is made and not counted yet; the next steps must not take an old row."""
+    spec = replay(slots=2 * STAGING_ROWS)
+    steps = [random_step(spec, np.random.default_rng(t)) for t in range(STAGING_ROWS + 4)]
+    with make(device, spec) as engine, Memory(engine) as memory:
+        for step in steps[:3]:
+            memory.add(**step)
+        launch = memory._launch
+
+        def interrupted() -> None:
+            if made:
+                launch()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(memory, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.add(**steps[3])
+        monkeypatch.setattr(memory, "_launch", launch)
+        rest = steps[4:] if made else steps[3:]
+        for step in rest:
+            memory.add(**step)
+        assert engine.inserted == len(steps)
+        held = engine.state()["replay.field.state"][: len(steps)]
+    np.testing.assert_array_equal(held[..., : CONFIG.state], np.stack([step["state"] for step in steps]))
