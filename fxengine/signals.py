@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fxengine.waiting import wait_for
 
 #: Float32 slots of the device snapshot.
 SLOTS = 512
@@ -309,19 +310,15 @@ class Signals:
         self._version += 1
 
     def _wait(self, needed: int) -> None:
-        spins = 0
-        while True:
-            self._known_finished = self._finished()
-            if self._known_finished >= needed:
-                return
-            spins += 1
-            if spins % 256 == 0:
-                if self._idle() and self._finished() < needed:
-                    raise RingFullError(
-                        f"the device is idle but has finished {self._finished()} replays, {needed} expected; "
-                        "a replay was launched outside this engine, or its counters were overwritten"
-                    )
-                time.sleep(0)
+        self._known_finished = wait_for(
+            needed,
+            self._finished,
+            self._idle,
+            lambda found: RingFullError(
+                f"the device is idle but has finished {found} replays, {needed} expected; "
+                "a replay was launched outside this engine, or its counters were overwritten"
+            ),
+        )
 
 
 def _checked(slot: Slot, value: float) -> float:

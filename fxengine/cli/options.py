@@ -8,8 +8,10 @@ import inspect
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TextIO
 
 from fxengine.driver.errors import FxError
@@ -118,3 +120,28 @@ def table(rows: Mapping[str, object]) -> str:
     """Two aligned columns."""
     width = max(map(len, rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def output_folder(given: str | None, *, prefix: str = "") -> Path:
+    """The folder that --out names, or a new one under runs; it is not made yet.
+
+    Raises:
+        FxError: the name is that of a file.
+    """
+    if given is not None:
+        folder = Path(given)
+        if folder.exists() and not folder.is_dir():
+            raise FxError(f"--out {folder} is a file, expected a folder")
+        return folder
+    stem = Path("runs") / time.strftime(f"{prefix}%Y%m%d-%H%M%S")
+    folder, n = stem, 1
+    while folder.exists():
+        folder, n = Path(f"{stem}-{n}"), n + 1
+    return folder
+
+
+def require_free(folder: Path, names: Sequence[str], *, overwrite: bool) -> None:
+    """Raise FxError if the folder holds results of these names already, unless they may be overwritten."""
+    held = [name for name in names if (folder / name).exists()]
+    if held and not overwrite:
+        raise FxError(f"{folder} already holds {', '.join(held)}; choose another folder or pass --overwrite")

@@ -17,6 +17,7 @@ from fxengine.cli.options import (
     add_device,
     add_json,
     documented,
+    output_folder,
     plain,
     print_json,
     report_stream,
@@ -174,19 +175,10 @@ def _settings(arguments: argparse.Namespace, kind: str) -> tuple[TrainConfig | N
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    """The folder of the results; it is not made yet."""
-    if arguments.out is not None:
-        folder = Path(arguments.out)
-        if folder.exists() and not folder.is_dir():
-            raise FxError(f"--out {folder} is a file, expected a folder")
-        return folder
-    if arguments.resume is not None:
+    """The folder of the results: that of the run to go on with, if no other is named."""
+    if arguments.out is None and arguments.resume is not None:
         return Path(arguments.resume).parent
-    stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    folder, n = stem, 1
-    while folder.exists():
-        folder, n = Path(f"{stem}-{n}"), n + 1
-    return folder
+    return output_folder(arguments.out)
 
 
 @contextlib.contextmanager

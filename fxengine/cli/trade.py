@@ -19,13 +19,14 @@ from fxengine.cli.options import (
     add_fields,
     add_json,
     documented,
+    output_folder,
     plain,
     print_json,
     report_stream,
     require,
+    require_free,
     table,
 )
-from fxengine.driver.errors import FxError
 
 if TYPE_CHECKING:
     from fxengine.data import Dataset
@@ -73,7 +74,8 @@ def _trade(arguments: argparse.Namespace) -> int:
     require("matplotlib", "trade (for the picture)")
     settings = TradeSettings(**{entry.name: getattr(arguments, entry.name) for entry in fields(TradeSettings)})
     dataset = make_dataset(load_bars(arguments.data) if arguments.data else demo_bars())
-    folder = _folder(arguments.out, overwrite=arguments.overwrite)
+    folder = output_folder(arguments.out, prefix="trade-")
+    require_free(folder, (_PICTURE, _REPORT), overwrite=arguments.overwrite)
     print(dataset.describe(), file=out)
 
     def show(seed: int, account: Account) -> None:
@@ -91,17 +93,6 @@ def _trade(arguments: argparse.Namespace) -> int:
         sys.stderr.flush()
         print_json(report)
     return 0
-
-
-def _folder(given: str | None, *, overwrite: bool) -> Path:
-    """The folder of the results, which must not hold any; it is not made yet."""
-    folder = Path(given) if given else Path("runs") / time.strftime("trade-%Y%m%d-%H%M%S")
-    if folder.exists() and not folder.is_dir():
-        raise FxError(f"--out {folder} is a file, expected a folder")
-    held = [name for name in (_PICTURE, _REPORT) if (folder / name).exists()]
-    if held and not overwrite:
-        raise FxError(f"{folder} already holds {', '.join(held)}; choose another folder or pass --overwrite")
-    return folder
 
 
 # -- the report --------------------------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from fxengine.cli.options import (
     add_json,
     add_option,
     documented,
+    output_folder,
     plain,
     print_json,
     report_stream,
     require,
+    require_free,
 )
 from fxengine.cli.report import as_json, describe
 from fxengine.driver.errors import FxError
@@ -98,7 +100,8 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     bars = load_bars(arguments.data) if arguments.data else demo_bars()
     dataset = make_dataset(bars, **{name: getattr(arguments, name) for name in _DATASET_OPTIONS})
-    folder = _folder(arguments.out, overwrite=arguments.overwrite)
+    folder = output_folder(arguments.out)
+    require_free(folder, (_CHECKPOINT, _CURVES, _METRICS, _REPORT), overwrite=arguments.overwrite)
     print(dataset.describe(), file=out)
 
     with TrainingSession(dataset, settings, device=arguments.device) as session:
@@ -156,23 +159,6 @@ def _signal(text: str) -> tuple[str, float]:
         return name.strip(), float(value)
     except ValueError:
         raise FxError(f"--signal {text!r}: expected NAME=NUMBER, for example clip=0.5") from None
-
-
-def _folder(given: str | None, *, overwrite: bool) -> Path:
-    """The folder of the results, which must not hold any; it is not made yet."""
-    if given is None:
-        stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        folder, n = stem, 1
-        while folder.exists():
-            folder, n = Path(f"{stem}-{n}"), n + 1
-    else:
-        folder = Path(given)
-        if folder.exists() and not folder.is_dir():
-            raise FxError(f"--out {folder} is a file, expected a folder")
-        held = [name for name in (_CHECKPOINT, _CURVES, _METRICS, _REPORT) if (folder / name).exists()]
-        if held and not overwrite:
-            raise FxError(f"{folder} already holds {', '.join(held)}; choose another folder or pass --overwrite")
-    return folder
 
 
 def _draw(path: Path, session: TrainingSession, result: TrainResult) -> None:

@@ -151,7 +151,7 @@ __device__ __forceinline__ void net_report(const ActNet& net, const float* rows,
     const int action = net.policy == POLICY_GREEDY
                            ? policy_greedy(q, size)
                            : policy_drawn(net.policy, q, size, __uint_as_float(header[NET_SCALAR]),
-                                          policy_bits(counters[3], counters[0], net.stream, static_cast<unsigned>(item)));
+                                          fx_random_bits(counters[3], counters[0], net.stream, static_cast<unsigned>(item)));
     fx_store_through(net.report + item, tag | static_cast<unsigned>(action));
     if (net.report_q == nullptr) return;
     u64* words = net.report_q + static_cast<long long>(row) * net.columns + offset;

@@ -172,10 +172,19 @@ __device__ __forceinline__ FxPhilox fx_philox(u64 key, unsigned c0, unsigned c1,
     return FxPhilox{c0, c1, c2, c3};
 }
 
+// The random bits of an item. The package's streams: key = seed, counter = (item, stream, replay low, replay high).
+__device__ __forceinline__ FxPhilox fx_random_bits(u64 seed, u64 replay, unsigned stream, unsigned item) {
+    return fx_philox(seed, item, stream, static_cast<unsigned>(replay), static_cast<unsigned>(replay >> 32));
+}
+
+// A number in [0, 1) from 32 random bits.
+__device__ __forceinline__ float fx_random_uniform(unsigned bits) {
+    return static_cast<float>(bits >> 8) * 5.9604644775390625e-8f;  // both factors and the product are exact
+}
+
 // An integer in [0, population) from 64 random bits: the high half of their product. Its bias is below
-// population / 2^64. The package's streams: key = seed, counter = (item, stream, replay low, replay high).
+// population / 2^64.
 __device__ __forceinline__ u64 fx_random_index(u64 seed, u64 replay, unsigned stream, unsigned item, u64 population) {
-    const FxPhilox bits =
-        fx_philox(seed, item, stream, static_cast<unsigned>(replay), static_cast<unsigned>(replay >> 32));
+    const FxPhilox bits = fx_random_bits(seed, replay, stream, item);
     return __umul64hi((static_cast<u64>(bits.y) << 32) | bits.x, population);
 }

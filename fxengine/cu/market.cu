@@ -150,10 +150,8 @@ __device__ __forceinline__ void market_forget(const Market& record, int e) {
 
 __device__ __forceinline__ MarketState market_begin(const Market& record, int e) {
     const bool reset = record.mode == MARKET_RESET;
-    const u64 replay = record.counters[0];
-    const FxPhilox bits =
-        fx_philox(record.counters[3], static_cast<unsigned>(e) | (reset ? 0x80000000u : 0u), record.stream,
-                  static_cast<unsigned>(replay), static_cast<unsigned>(replay >> 32));
+    const FxPhilox bits = fx_random_bits(record.counters[3], record.counters[0], record.stream,
+                                         static_cast<unsigned>(e) | (reset ? 0x80000000u : 0u));
     const u64 starts = static_cast<u64>(record.bars - record.episode_bars);
     const int start = static_cast<int>(__umul64hi((static_cast<u64>(bits.y) << 32) | bits.x, starts));
     int length = record.episode_bars;

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fx_policy(const Policy* tab
     const int action = record.kind == POLICY_GREEDY
                            ? policy_greedy(q, size)
                            : policy_drawn(record.kind, q, size, *record.scalar,
-                                          policy_bits(record.counters[3], record.counters[0], record.stream,
+                                          fx_random_bits(record.counters[3], record.counters[0], record.stream,
                                                       static_cast<unsigned>(item)));
     record.actions[row * record.ld_actions + branch] = action;
     if (record.report == nullptr) return;
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fx_policy(const Policy* tab
 }
 
 __device__ __forceinline__ float fraction(unsigned bits, float low, float width) {
-    const float value = low + policy_uniform(bits) * width;
+    const float value = low + fx_random_uniform(bits) * width;
     return width > 0.0f ? fminf(value, 0.99999994f) : value;
 }
 
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_fractions(const Fractions* 
     const float low = risk > 0.0f ? risk : 0.0f;
     const float width = risk > 0.0f ? 1.0f - risk : 1.0f + risk;
     const FxPhilox bits =
-        policy_bits(record.counters[3], record.counters[0], record.stream, static_cast<unsigned>(item));
+        fx_random_bits(record.counters[3], record.counters[0], record.stream, static_cast<unsigned>(item));
     float* out = record.out + 4 * item;
     out[0] = fraction(bits.x, low, width);
     if (left > 1) out[1] = fraction(bits.y, low, width);

@@ -4,14 +4,6 @@
 
 enum PolicyKind { POLICY_GREEDY = 0, POLICY_EPSILON = 1, POLICY_BOLTZMANN = 2 };
 
-__device__ __forceinline__ FxPhilox policy_bits(u64 seed, u64 count, unsigned stream, unsigned item) {
-    return fx_philox(seed, item, stream, static_cast<unsigned>(count), static_cast<unsigned>(count >> 32));
-}
-
-__device__ __forceinline__ float policy_uniform(unsigned bits) {
-    return static_cast<float>(bits >> 8) * 5.9604644775390625e-8f;  // both factors and the product are exact
-}
-
 __device__ __forceinline__ int policy_greedy(const float* q, int size) {
     int best = 0;
     float top = q[0];
@@ -54,7 +46,7 @@ __device__ __forceinline__ int policy_boltzmann(const float* q, int size, float 
 
 // The action of an epsilon-greedy or Boltzmann policy: scalar is epsilon or the temperature.
 __device__ __forceinline__ int policy_drawn(int kind, const float* q, int size, float scalar, const FxPhilox& bits) {
-    const float u = policy_uniform(bits.x);
+    const float u = fx_random_uniform(bits.x);
     if (kind == POLICY_BOLTZMANN) return policy_boltzmann(q, size, scalar, u);
     if (!(u < scalar)) return policy_greedy(q, size);
     return static_cast<int>(__umul64hi((static_cast<u64>(bits.z) << 32) | bits.y, static_cast<u64>(size)));

@@ -98,8 +98,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_priority_sample(const Prior
     const int first = tile * record.tile_rows;
     const int end = record.rows - first < record.tile_rows ? record.rows : first + record.tile_rows;
     for (int b = first + thread / 32; b < end; b += 8) {
-        const FxPhilox bits = fx_philox(seed, static_cast<unsigned>(b), record.stream, static_cast<unsigned>(replay),
-                                        static_cast<unsigned>(replay >> 32));
+        const FxPhilox bits = fx_random_bits(seed, replay, record.stream, static_cast<unsigned>(b));
         const u64 word = (static_cast<u64>(bits.y) << 32) | bits.x;
         double place = stratum * (b + static_cast<double>(word >> 11) * 1.1102230246251565e-16);  // 2^-53
 

@@ -15,10 +15,6 @@ struct Uniform {
     unsigned stream;                     // random stream
 };
 
-__device__ __forceinline__ float uniform_value(unsigned bits) {
-    return static_cast<float>(bits >> 8) * 5.9604644775390625e-8f;  // both factors and the product are exact
-}
-
 extern "C" __global__ void __launch_bounds__(256) fx_uniform(const Uniform* table, int count) {
     int tile;
     const Uniform record = fx_record(table, count, tile);
@@ -27,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(256) fx_uniform(const Uniform* tabl
     fx_wait();
     fx_trigger();
     if (left <= 0) return;
-    const u64 replay = record.counters[0];
-    const FxPhilox bits = fx_philox(record.counters[3], static_cast<unsigned>(item), record.stream,
-                                    static_cast<unsigned>(replay), static_cast<unsigned>(replay >> 32));
-    const float4 value = {uniform_value(bits.x), uniform_value(bits.y), uniform_value(bits.z), uniform_value(bits.w)};
+    const FxPhilox bits =
+        fx_random_bits(record.counters[3], record.counters[0], record.stream, static_cast<unsigned>(item));
+    const float4 value = {fx_random_uniform(bits.x), fx_random_uniform(bits.y), fx_random_uniform(bits.z),
+                          fx_random_uniform(bits.w)};
     float* out = record.out + 4 * item;
     if (left >= 4 && (reinterpret_cast<u64>(out) & 15) == 0) {
         *reinterpret_cast<float4*>(out) = value;

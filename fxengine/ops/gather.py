@@ -171,6 +171,23 @@ def philox4x32(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
+def random_bits(seed: int, replay: int, stream: int, items: NDArray[np.integer[Any]]) -> NDArray[np.uint32]:
+    """The random numbers of some items, as every kernel draws them: uint32 [n, 4], bit for bit.
+
+    Args:
+        seed: 64-bit seed.
+        replay: replays, or calls, finished before this one.
+        stream: number of the random stream.
+        items: [n], each of 32 bits.
+    """
+    counter = np.empty((len(items), 4), np.uint32)
+    counter[:, 0] = items
+    counter[:, 1] = stream
+    counter[:, 2] = replay & 0xFFFFFFFF
+    counter[:, 3] = replay >> 32
+    return philox4x32(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), counter)
+
+
 def reference_indices(seed: int, replay: int, stream: int, batch: int, population: int) -> NDArray[np.int64]:
     """The rows that `gather` picks: int64 [batch], each in [0, population).
 
@@ -181,12 +198,7 @@ def reference_indices(seed: int, replay: int, stream: int, batch: int, populatio
         batch: rows to pick.
         population: rows to pick from.
     """
-    counter = np.empty((batch, 4), np.uint32)
-    counter[:, 0] = np.arange(batch)
-    counter[:, 1] = stream
-    counter[:, 2] = replay & 0xFFFFFFFF
-    counter[:, 3] = replay >> 32
-    bits = philox4x32(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), counter).astype(np.uint64)
+    bits = random_bits(seed, replay, stream, np.arange(batch)).astype(np.uint64)
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     low, high = np.uint64(population & 0xFFFFFFFF), np.uint64(population >> 32)
     x, y = bits[:, 0], bits[:, 1]

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.ops.gather import philox4x32
+from fxengine.ops.gather import random_bits
 from fxengine.ops.random import reference_uniform
 
 PolicyKind = Literal["greedy", "epsilon_greedy", "boltzmann"]
@@ -235,16 +235,6 @@ def _check_stream(label: str, stream: int) -> None:
 # -- references --------------------------------------------------------------------------------------------------
 
 
-def random_bits(seed: int, count: int, stream: int, items: int) -> NDArray[np.uint32]:
-    """The random numbers of the items 0, 1, ...: uint32 [items, 4], bit for bit."""
-    counter = np.empty((items, 4), np.uint32)
-    counter[:, 0] = np.arange(items)
-    counter[:, 1] = stream
-    counter[:, 2] = count & 0xFFFFFFFF
-    counter[:, 3] = count >> 32
-    return philox4x32(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), counter)
-
-
 def reference_greedy(q: ArrayLike, branches: Sequence[int]) -> NDArray[np.int32]:
     """Greedy actions int32 [B, D] of q [B, sum n_d]: the lowest index on ties, NaN never wins, all NaN gives 0."""
     parts = np.split(np.asarray(q), np.cumsum(branches)[:-1], axis=1)
@@ -263,7 +253,7 @@ def reference_epsilon_greedy(
 ) -> NDArray[np.int32]:
     """What `policy` draws for epsilon_greedy, bit for bit: int32 [B, D]."""
     greedy = reference_greedy(q, branches)
-    bits = random_bits(seed, count, stream, greedy.size).reshape(*greedy.shape, 4).astype(np.uint64)
+    bits = random_bits(seed, count, stream, np.arange(greedy.size)).reshape(*greedy.shape, 4).astype(np.uint64)
     explores = (bits[..., 0] >> np.uint64(8)) * 2.0**-24 < np.float32(epsilon)
     wide, shift = np.array(branches, np.uint64), np.uint64(32)
     # high half of the 96-bit product (z:y) * size
@@ -281,7 +271,7 @@ def reference_boltzmann(
     """
     values = np.asarray(q, np.float64)
     rows, count_of = values.shape[0], len(branches)
-    bits = random_bits(seed, count, stream, rows * count_of)[:, 0].reshape(rows, count_of)
+    bits = random_bits(seed, count, stream, np.arange(rows * count_of))[:, 0].reshape(rows, count_of)
     actions, margins = np.zeros((rows, count_of), np.int32), np.zeros((rows, count_of))
     greedy = reference_greedy(values, branches)
     for d, part in enumerate(np.split(values, np.cumsum(branches)[:-1], axis=1)):

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.ops.checks import require
-from fxengine.ops.gather import philox4x32
+from fxengine.ops.gather import random_bits
 from fxengine.ops.replay import ARENA, Ring
 
 #: Leaves under one sum.
@@ -211,12 +211,7 @@ def reference_sample(leaves: ArrayLike, *, seed: int, replay: int, stream: int, 
         stream: number of the random stream.
         batch: how many.
     """
-    counter = np.empty((batch, 4), np.uint32)
-    counter[:, 0] = np.arange(batch)
-    counter[:, 1] = stream
-    counter[:, 2] = replay & 0xFFFFFFFF
-    counter[:, 3] = replay >> 32
-    bits = philox4x32(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), counter).astype(np.uint64)
+    bits = random_bits(seed, replay, stream, np.arange(batch)).astype(np.uint64)
     uniform = ((bits[:, 1] << np.uint64(32) | bits[:, 0]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     reach = np.cumsum(np.asarray(leaves, np.float64))
     places = reach[-1] / batch * (np.arange(batch) + uniform)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.ops.gather import philox4x32
+from fxengine.ops.gather import random_bits
 
 _TILE = 1024
 _MOST = 2**34
@@ -68,10 +68,5 @@ def reference_uniform(seed: int, replay: int, stream: int, n: int) -> NDArray[np
         stream: number of the random stream.
         n: how many.
     """
-    counter = np.empty((-(-n // 4), 4), np.uint32)
-    counter[:, 0] = np.arange(len(counter))
-    counter[:, 1] = stream
-    counter[:, 2] = replay & 0xFFFFFFFF
-    counter[:, 3] = replay >> 32
-    bits = philox4x32(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), counter)
+    bits = random_bits(seed, replay, stream, np.arange(-(-n // 4)))
     return (bits.reshape(-1)[:n] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)

@@ -16,7 +16,6 @@ key its random numbers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from fxengine.ops.replay import ARENA as REPLAY_ARENA
 from fxengine.rl.replay import Field, Replay, insert
 from fxengine.rl.transition import LEARNT, append_end, append_transition, check_signals, loop_builder, reset_plan
 from fxengine.signals import HOST_SLOTS, RING_ROWS, ROW_STRIDE
+from fxengine.waiting import wait_for
 
 if TYPE_CHECKING:
     from fxengine.engine import Definition, Engine
@@ -276,13 +276,12 @@ class Collector:
 
     def _wait(self, needed: int) -> None:
         """Until so many steps have finished."""
-        while True:
-            self._finished = int(self._head[0])
-            if self._finished >= needed:
-                return
-            if self._engine._idle() and int(self._head[0]) < needed:
-                raise RuntimeError(f"the device is idle but has finished {self._finished} steps, {needed} expected")
-            time.sleep(0)
+        self._finished = wait_for(
+            needed,
+            lambda: int(self._head[0]),
+            self._engine._idle,
+            lambda found: RuntimeError(f"the device is idle but has finished {found} steps, {needed} expected"),
+        )
 
     # -- lifetime ------------------------------------------------------------------------------------------------
 

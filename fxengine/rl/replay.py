@@ -12,7 +12,6 @@ A step of the engine draws its batch from the replay inside its graph; see `fxen
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from fxengine.ops import insertion, priorities
 from fxengine.ops import replay as ops
 from fxengine.ops.insertion import Staging
 from fxengine.ops.replay import ARENA, FORMATS, TRUNCATED, Column, Format, Ring
+from fxengine.waiting import wait_for
 
 if TYPE_CHECKING:
     from fxengine.engine import Engine
@@ -262,11 +262,7 @@ class Memory:
         for name, source in sources.items():
             ring = self._plan.mapped(source.name).array.view(source.dtype).reshape(source.shape)
             width = stored.columns[name].width
-            views = [row if row.ndim == 1 else row[:, :width] for row in ring]
-            if name != "done":
-                shape = self._expected[name][1]
-                views = [view.reshape(shape) if _keeps_memory(view, shape) else view for view in views]
-            self._rows[name] = views
+            self._rows[name] = [row if row.ndim == 1 else row[:, :width] for row in ring]
         self._fields = [(name, rows) for name, rows in self._rows.items() if name != "done"]
 
     def add(self, **step: ArrayLike) -> None:
@@ -341,14 +337,12 @@ class Memory:
 
     def _wait(self, needed: int) -> None:
         """Until so many rows of the staging ring have been read."""
-        while True:
-            self._read = int(self._head[0])
-            if self._read >= needed:
-                return
-            if self._engine._idle() and int(self._head[0]) < needed:
-                read = int(self._head[0])
-                raise RuntimeError(f"the device is idle but has read {read} steps, {needed} expected")
-            time.sleep(0)
+        self._read = wait_for(
+            needed,
+            lambda: int(self._head[0]),
+            self._engine._idle,
+            lambda found: RuntimeError(f"the device is idle but has read {found} steps, {needed} expected"),
+        )
 
     def close(self) -> None:
         """Free the staging ring and the graph; the replay stays. Idempotent."""
@@ -361,8 +355,3 @@ class Memory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _keeps_memory(view: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Whether a view can take a shape without being copied."""
-    return bool(np.shares_memory(view.reshape(shape), view))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.ops.gather import philox4x32
+from fxengine.ops.gather import random_bits
 from fxengine.ops.market import ACCOUNT, ACCOUNT_FEATURES, CLOCK, TRACE
 from fxengine.rl.market import (
     LIMIT,
@@ -225,13 +225,8 @@ class Market:
     # -- episodes ------------------------------------------------------------------------------------------------
 
     def _begin(self, which: NDArray[np.int64], *, reset: bool, stagger: bool) -> None:
-        counter = np.empty((len(which), 4), np.uint32)
-        counter[:, 0] = which + (_RESET_BIT if reset else 0)
-        counter[:, 1] = self.stream
-        counter[:, 2] = self.replay & 0xFFFFFFFF
-        counter[:, 3] = self.replay >> 32
-        key = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], np.uint32)
-        bits = philox4x32(key, counter).astype(np.uint64)
+        items = which + (_RESET_BIT if reset else 0)
+        bits = random_bits(self.seed, self.replay, self.stream, items).astype(np.uint64)
         episode = self.spec.episode_bars
         start = _scaled(bits[:, 1], bits[:, 0], len(self.data) - episode)
         length = 1 + _scaled(bits[:, 3], bits[:, 2], episode) if stagger else np.full(len(which), episode)
