@@ -180,7 +180,8 @@ def test_what_does_not_fit_is_declined_and_left_as_it_is(device: Device) -> None
     net = Net(device, 2, [1200])
     declined(net, "more than 1048576", net.layer(net.layer(net.inputs[0], 1200, name="h"), 3, name="q"))
     net = Net(device, 64, [6])
-    wide = net.layer(net.layer(net.inputs[0], 3000, name="h"), 3, name="q")
+    units = net.program.target.shared_memory_optin // (8 * 4)  # 8 rows of them alone fill a multiprocessor
+    wide = net.layer(net.layer(net.inputs[0], units, name="h"), 3, name="q")
     declined(net, "floats are too much", wide)
     net = Net(device, 2, [6, 70])
     declined(net, "a small layer has 3 x 70", net.layer([*net.inputs], 3, name="q"))

@@ -79,15 +79,15 @@ def same_specials(x: Array, ref: Array) -> bool:
     return np.array_equal(np.isinf(x), inf) and np.array_equal(x[inf], ref[inf])
 
 
-def error(actual: Any, reference: Any) -> float:
-    """max|x − ref| / max(max|ref|, 1e-6) over the finite entries; inf where shapes or specials differ."""
+def error(actual: Any, reference: Any, floor: float = 1e-6) -> float:
+    """max|x − ref| / max(max|ref|, floor) over the finite entries; inf where shapes or specials differ."""
     x, ref = np.asarray(actual, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     if x.shape != ref.shape or not same_specials(x, ref):
         return np.inf
     finite = np.isfinite(ref)
     if not finite.any():
         return 0.0
-    return float(np.max(np.abs(x[finite] - ref[finite])) / max(np.max(np.abs(ref[finite])), 1e-6))
+    return float(np.max(np.abs(x[finite] - ref[finite])) / max(np.max(np.abs(ref[finite])), floor))
 
 
 def update_error(

@@ -36,6 +36,11 @@ def is_clear(agent: PerceptronAgent, state: State, batch: Tree) -> bool:
     return True
 
 
+#: Below these, a gradient and its mean are the difference of terms near 1 that all but cancel (probabilities and their
+#: target, say): what rounding leaves of it is relative to those terms, not to the difference.
+FLOORS = {"grad": 1e-2, "m": 1e-3}
+
+
 def compare(engine: Engine, expected: steps.Result, state: State) -> None:
     """Everything that a step leaves, by the limit of float32."""
     engine.synchronize()
@@ -44,14 +49,14 @@ def compare(engine: Engine, expected: steps.Result, state: State) -> None:
     for name, value in expected.losses.items():
         assert error(np.array(report[name]), np.array(value)) <= FP32_LIMIT, name
     norm = np.sqrt(sum((g**2).sum() for g in expected.grads.values()))
-    assert error(np.array(report["grad_norm.network"]), np.array(norm)) <= FP32_LIMIT
+    assert error(np.array(report["grad_norm.network"]), np.array(norm), FLOORS["grad"]) <= FP32_LIMIT
     assert error(engine.output("td"), expected.td) <= FP32_LIMIT
     assert error(engine.output("q"), expected.q) <= FP32_LIMIT
     found = read(engine)
     parts = {"grad": expected.grads, "params": state.params, "target": state.target, "m": state.m, "v": state.v}
     for part, arrays in parts.items():
         for name, array in arrays.items():
-            assert error(found[part][name], array) <= FP32_LIMIT, f"{part}.{name}"
+            assert error(found[part][name], array, FLOORS.get(part, 1e-6)) <= FP32_LIMIT, f"{part}.{name}"
 
 
 widths = st.lists(st.integers(2, 33), max_size=3).map(tuple)
