@@ -241,17 +241,6 @@ struct C51Shared {
     float atoms[8][ATOMS];
 };
 
-// The record comes into shared memory before fx_wait(): afterwards no load of a pointer from memory stands before a
-// load of data, and registers stay free.
-__device__ __forceinline__ int c51_record(const C51* table, int count, C51& record) {
-    int tile;
-    const unsigned* from = reinterpret_cast<const unsigned*>(&fx_record(table, count, tile));
-    unsigned* to = reinterpret_cast<unsigned*>(&record);
-    for (unsigned i = threadIdx.x; i < sizeof(C51) / 4; i += 256) to[i] = from[i];
-    __syncthreads();
-    return tile;
-}
-
 // Sums over the branches of a row and over the rows of a block, once all warps have left their parts.
 template <int ATOMS>
 __device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int tile, int rows, long long first) {
@@ -295,7 +284,8 @@ __device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int t
 // `branch(record, row, d, atoms)` works on one branch of one row.
 template <int ATOMS, class Branch>
 __device__ __forceinline__ void c51_block(const C51* table, int count, C51Shared<ATOMS>& shared, Branch branch) {
-    const int tile = c51_record(table, count, shared.record);
+    int tile;
+    fx_record(table, count, tile, shared.record);
     const int warp = static_cast<int>(threadIdx.x >> 5);
     const int branches = shared.record.branches;
     const int block_rows = 8 / branches;

@@ -119,8 +119,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEnt
     __shared__ double losses[8];
     __shared__ int hits[8];
     __shared__ int labelled[8];
+    __shared__ CrossEntropy place;
     int tile;
-    const CrossEntropy& record = fx_record(table, count, tile);
+    const CrossEntropy& record = fx_record(table, count, tile, place);
     const int lanes = record.lanes;
     fx_wait();
     fx_trigger();

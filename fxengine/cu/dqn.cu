@@ -98,12 +98,10 @@ __device__ __forceinline__ DqnPart dqn_branch(const Dqn& record, long long row, 
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_dqn(const Dqn* table, int count) {
-    __shared__ Dqn record;  // filled before fx_wait(): no load of a pointer stands before a load of data
+    __shared__ Dqn place;
     __shared__ DqnPart parts[8];
     int tile;
-    const unsigned* from = reinterpret_cast<const unsigned*>(&fx_record(table, count, tile));
-    if (threadIdx.x < sizeof(Dqn) / 4) reinterpret_cast<unsigned*>(&record)[threadIdx.x] = from[threadIdx.x];
-    __syncthreads();
+    const Dqn& record = fx_record(table, count, tile, place);
     const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5;
     const int branches = record.branches;
     const int block_rows = 8 / branches;

@@ -47,6 +47,17 @@ __device__ __forceinline__ const Record& fx_record(const Record* table, int coun
     return table[i];
 }
 
+// The same, from shared memory, for who reads the record again and again: behind fx_wait() global memory would have to
+// be fetched anew. All threads of the block call it.
+template <class Record>
+__device__ __forceinline__ const Record& fx_record(const Record* table, int count, int& tile, Record& place) {
+    const unsigned* const from = reinterpret_cast<const unsigned*>(&fx_record(table, count, tile));
+    unsigned* const to = reinterpret_cast<unsigned*>(&place);
+    for (unsigned i = threadIdx.x; i < sizeof(Record) / sizeof(unsigned); i += blockDim.x) to[i] = from[i];
+    __syncthreads();
+    return place;
+}
+
 // Programmatic dependent launch: wait until all that this launch depends on has finished and is visible. Every kernel
 // calls it before it touches anything a previous node wrote (without the launch attribute it returns at once).
 __device__ __forceinline__ void fx_wait() {
@@ -87,6 +98,12 @@ __device__ __forceinline__ bool fx_finite(double x) { return x - x == 0.0; }
 
 // The exact zero that a scale of zero owes, whatever x holds (NaN and infinities included).
 __device__ __forceinline__ float fx_scaled(float scale, float x) { return scale == 0.0f ? 0.0f : scale * x; }
+
+// A target network's number after it has moved towards its parameter. A tau of 1 copies the parameter bit for bit, which
+// the formula does not: its difference and its sum are rounded.
+__device__ __forceinline__ float fx_follow(float target, float param, float tau) {
+    return tau == 1.0f ? param : target + tau * (param - target);
+}
 
 // x limited to [-bound, bound]; a bound of FX_INF changes nothing.
 __device__ __forceinline__ float fx_limit(float x, float bound) { return fminf(fmaxf(x, -bound), bound); }

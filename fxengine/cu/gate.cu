@@ -116,8 +116,9 @@ __device__ __forceinline__ void gate_update(double* s, int valid, int right, dou
 extern "C" __global__ void __launch_bounds__(256) fx_gate(const Gate* table, int count) {
     __shared__ double values[GATE_VALUES];
     __shared__ int scratch[8];
+    __shared__ Gate place;
     int tile;
-    const Gate& record = fx_record(table, count, tile);
+    const Gate& record = fx_record(table, count, tile, place);
     const int thread = static_cast<int>(threadIdx.x);
     const int rows = record.rows;
     const float* source = nullptr;
@@ -158,8 +159,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_gate(const Gate* table, int
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_readiness(const Readiness* table, int count) {
+    __shared__ Readiness place;
     int tile;
-    const Readiness& record = fx_record(table, count, tile);
+    const Readiness& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     if (threadIdx.x != 0) return;

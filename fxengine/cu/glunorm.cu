@@ -160,8 +160,9 @@ __device__ __forceinline__ void glunorm_forward_row(const GluNormForward& r, lon
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_glunorm_forward(const GluNormForward* table, int count) {
+    __shared__ GluNormForward place;
     int tile;
-    const GluNormForward& r = fx_record(table, count, tile);
+    const GluNormForward& r = fx_record(table, count, tile, place);
     const bool quads = r.width % 4 == 0 && fx_quads(r.g, r.ldg) && fx_quads(r.skip, r.ld_skip) &&
                        fx_quads(r.h, r.ldh) && fx_quads(r.gain, 0) && fx_quads(r.bias, 0);
     fx_wait();
@@ -270,8 +271,9 @@ __device__ __forceinline__ void glunorm_partials(const GluNormBackward& r, int t
 
 // At most 128 registers: without the bound ptxas spills a few to fit a third block on a multiprocessor.
 extern "C" __global__ void __launch_bounds__(256, 2) fx_glunorm_backward(const GluNormBackward* table, int count) {
+    __shared__ GluNormBackward place;
     int tile;
-    const GluNormBackward& r = fx_record(table, count, tile);
+    const GluNormBackward& r = fx_record(table, count, tile, place);
     const bool quads = r.width % 4 == 0 && fx_quads(r.dh, r.lddh) && fx_quads(r.g, r.ldg) &&
                        fx_quads(r.skip, r.ld_skip) && fx_quads(r.gain, 0) && fx_quads(r.dg, r.lddg) &&
                        fx_quads(r.dskip, r.ld_dskip);
@@ -291,8 +293,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) fx_glunorm_backward(const G
 
 extern "C" __global__ void __launch_bounds__(256) fx_columnsum(const ColumnSum* table, int count) {
     __shared__ double sums[8][32];
+    __shared__ ColumnSum place;
     int tile;
-    const ColumnSum& r = fx_record(table, count, tile);
+    const ColumnSum& r = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const int lane = static_cast<int>(threadIdx.x & 31u);

@@ -297,8 +297,9 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
 extern "C" __global__ void __launch_bounds__(256) fx_iqn_loss(const IqnLoss* table, int count) {
     __shared__ float goals[8][iqn_goals];
     __shared__ double losses[8];
+    __shared__ IqnLoss place;
     int tile;
-    const IqnLoss& record = fx_record(table, count, tile);
+    const IqnLoss& record = fx_record(table, count, tile, place);
     const int warp = static_cast<int>(threadIdx.x >> 5);
     const int branches = record.branches;
     const long long item = static_cast<long long>(tile) * 8 + warp;

@@ -9,9 +9,12 @@
 //     T::WIDTH                  neighbouring outputs that a thread handles at once
 //     T::SHARED                 floats of shared memory
 //     T::Sums                   what a thread holds of the sums; starts as zeros
-//     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared)
+//     T::SINGLE                 whether a thread has but one run of WIDTH outputs, at LinearRun
+//     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), each of which
-//                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A
+//                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A.
+//                               It calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
+//                               nothing before this launch changes: they may be read earlier
 //     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //
@@ -102,15 +105,39 @@ struct LinearCorner {
 struct LinearView {
     const float* p;
     int ld;
-    int rows;            // that exist, from p on
-    float scale = 1.0f;  // multiplies every element; of an INNER operand only
+    int rows;  // that exist, from p on
 };
 
-// A product to be added, of `depth` values of k; one that is not live is left out.
+// A product to be added, of `depth` values of k. Where it has a scale, that multiplies every element of A (which is
+// INNER then); a scale of 0 leaves it out.
 struct LinearSource {
     LinearView a, b;
     int depth;
-    bool live = true;
+    const float* scale = nullptr;
+
+    __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
+};
+
+// This block's record, in shared memory where the tile leaves room for it.
+template <class T, class Record>
+__device__ __forceinline__ const Record& fx_linear_record(const Record* table, int count, int& tile) {
+    if constexpr (T::SHARED * sizeof(float) + sizeof(Record) <= 48 * 1024) {
+        __shared__ Record place;
+        return fx_record(table, count, tile, place);
+    } else {
+        return fx_record(table, count, tile);
+    }
+}
+
+// The run of outputs of a thread where there is but one.
+template <class T>
+struct LinearRun {
+    int row, column;
+    __device__ __forceinline__ LinearRun() {
+        const int first = static_cast<int>(threadIdx.x) * T::WIDTH;
+        row = first / T::BN;
+        column = first % T::BN;
+    }
 };
 
 // R rows of one operand, read stage after stage. A thread always works on the same row (INNER) or the same four rows,
@@ -130,7 +157,8 @@ struct LinearOperand {
     float scale;
 
     // INNER: a warp covers 16 rows x 8 values of k, whole 32-byte sectors of global memory.
-    __device__ __forceinline__ explicit LinearOperand(const LinearView& v) : ld(v.ld), scale(v.scale) {
+    __device__ __forceinline__ explicit LinearOperand(const LinearView& v, float factor = 1.0f)
+        : ld(v.ld), scale(factor) {
         const int thread = static_cast<int>(threadIdx.x);
         row = INNER ? (thread >> 1) % R : 4 * (thread % (R / 4));
         k = INNER ? 4 * ((thread & 1) + 2 * (thread / (2 * R))) : thread / (R / 4);
@@ -331,6 +359,7 @@ struct LinearTile {
     static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;  // floats
     // Neighbouring outputs that a thread handles at once after the groups are added.
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static constexpr bool SINGLE = GROUPS > 1 && BM * BN == THREADS * WIDTH;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
     static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
@@ -340,13 +369,16 @@ struct LinearTile {
         float row[4];
     };
 
-    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
-    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared) {
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
+        ready();
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const LinearSource s = source(i);
-            fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(s.a),
-                                               LinearOperand<BN, BK, B_INNER>(s.b), s.live ? s.depth : 0, shared);
+            const float factor = s.factor();
+            fx_linear_product<LinearTile, SUM>(sums.acc, sums.row, LinearOperand<BM, BK, A_INNER>(s.a, factor),
+                                               LinearOperand<BN, BK, B_INNER>(s.b), factor != 0.0f ? s.depth : 0,
+                                               shared);
         }
     }
 

@@ -14,10 +14,9 @@ struct LinearDirect {
     int ld;
     int left;  // rows from `row` on that exist
     bool vectors;  // four numbers (INNER), or all pairs of rows, can be read at once
-    float scale;
 
     __device__ __forceinline__ LinearDirect() {}
-    __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld), scale(v.scale) {
+    __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld) {
         left = v.rows - row;
         if constexpr (INNER) {
             vectors = fx_quads(v.p, ld);
@@ -80,6 +79,7 @@ struct DirectTile {
     static constexpr int AHEAD = BM * BN <= 512 ? 2 : 1;  // steps of a warp that are fetched before they are used
     static constexpr int SHARED = GROUPS * BM * BN;
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static constexpr bool SINGLE = BM * BN == THREADS * WIDTH;
     static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
 
     struct Sums {
@@ -87,8 +87,8 @@ struct DirectTile {
         float row[BM / 8];
     };
 
-    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
-    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*) {
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*, Ready ready) {
         typedef LinearDirect<WORD, BM, A_INNER> A;
         typedef LinearDirect<WORD, BN, B_INNER> B;
         const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
@@ -98,28 +98,51 @@ struct DirectTile {
         int depth = 0;  // what is left of the source from this warp's next step on; the same for all its lanes
         int begun = 0;  // sources
         int steps = 0;  // of 16 values of k, of the sources that have begun: the next one's first goes to the next warp
+        LinearSource s;  // the one that a and b read
+        float factor = 1.0f;
+        const auto begin = [&] {
+            s = source(begun++);
+            const int first = 16 * ((warp - steps) & 7);
+            steps += (s.depth + 15) / 16;
+            depth = s.depth - first;
+            a = A(s.a, row, first + k);
+            b = B(s.b, row, first + k);
+        };
+        const auto settle = [&] {
+            factor = s.factor();
+            if (factor == 0.0f) depth = 0;
+        };
         // Makes a and b ready to read this warp's next step; false if there is none.
         const auto advance = [&] {
             depth -= BK;
             while (depth <= 0 && begun < count) {
-                const LinearSource s = source(begun++);
-                const int first = 16 * ((warp - steps) & 7);
-                steps += (s.depth + 15) / 16;
-                depth = s.live ? s.depth - first : 0;
-                a = A(s.a, row, first + k);
-                b = B(s.b, row, first + k);
+                begin();
+                settle();
             }
             return depth > 0;
         };
         float held_a[AHEAD][A::ROWS][4], held_b[AHEAD][B::ROWS][4], scale[AHEAD];
         bool more[AHEAD];
+        if constexpr (SUM) ready();
+        bool waits = !SUM;
+#pragma unroll 1
+        do {  // the first weights, then the rest of the first step
+            while (depth <= 0 && begun < count) begin();
+            if (depth > 0) b.fetch(held_b[0], depth - k);
+            if (waits) ready();
+            waits = false;
+            if (depth > 0) settle();
+        } while (depth <= 0 && begun < count);
+        more[0] = depth > 0;
+        if (more[0]) a.fetch(held_a[0], depth - k);
+        scale[0] = factor;
         FX_UNROLL
-        for (int i = 0; i < AHEAD; ++i) {
+        for (int i = 1; i < AHEAD; ++i) {
             more[i] = advance();
             if (more[i]) {
                 a.fetch(held_a[i], depth - k);
                 b.fetch(held_b[i], depth - k);
-                scale[i] = a.scale;
+                scale[i] = factor;
             }
         }
 #pragma unroll 1
@@ -155,7 +178,7 @@ struct DirectTile {
                 if (more[n]) {
                     a.fetch(held_a[n], depth - k);
                     b.fetch(held_b[n], depth - k);
-                    scale[n] = a.scale;
+                    scale[n] = factor;
                 }
             }
         }

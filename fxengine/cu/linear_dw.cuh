@@ -104,7 +104,11 @@ __device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, t
                             {t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns},
                             end - begin};
     };
-    T::template add<true, false, false>(sums, begin < end ? 1 : 0, slice, shared);
+    const auto ready = [] {
+        fx_wait();
+        fx_trigger();
+    };
+    T::template add<true, false, false>(sums, begin < end ? 1 : 0, slice, shared, ready);
 }
 
 template <class T>
@@ -158,8 +162,6 @@ template <class T>
 __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
     FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
-    const LinearDw& r = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
+    const LinearDw& r = fx_linear_record<T>(table, count, tile);
     fx_linear_dw_tile<T>(r, tile, reinterpret_cast<float*>(shared));
 }

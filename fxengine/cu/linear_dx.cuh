@@ -37,19 +37,31 @@ __device__ __forceinline__ void fx_slope_run(float (&v)[W], const float (&x)[W])
 template <class T>
 __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, float* shared) {
     typename T::Sums sums = {};
-    bool any = false;
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
-        const float scale = r.scale[i] ? *r.scale[i] : 1.0f;
         const int lddy = r.lddy[i];
-        const bool live = scale != 0.0f;
         const LinearCorner<T> at(r.k, fx_linear_again(tile));
-        any = any || live;
-        return LinearSource{{r.dy[i] + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row, scale},
+        return LinearSource{{r.dy[i] + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
                             {r.w[i] + at.column, r.ldw[i], r.k - at.column},
                             r.n[i],
-                            live};
+                            r.scale[i]};
     };
-    T::template add<false, true, false>(sums, r.sources, source, shared);
+    float x[T::WIDTH] = {}, factor = 0.0f;
+    const auto ready = [&] {
+        fx_wait();
+        fx_trigger();
+        if (r.activation == FX_NONE) return;
+        const int lane = static_cast<int>(threadIdx.x) & 31;  // each looks at one source's scale
+        if (lane < r.sources) factor = r.scale[lane] ? *r.scale[lane] : 1.0f;
+        if constexpr (T::SINGLE) {
+            const LinearCorner<T> at(r.k, tile);
+            const LinearRun<T> run;
+            const int row = at.row + run.row, column = at.column + run.column;
+            fx_load(x, r.x + static_cast<long long>(row) * r.ldx + column, row < r.m ? r.k - column : 0,
+                    fx_quads(r.x, r.ldx));
+        }
+    };
+    T::template add<false, true, false>(sums, r.sources, source, shared, ready);
+    const bool any = __any_sync(0xffffffffu, factor != 0.0f);
     // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
     const LinearCorner<T> at(r.k, fx_linear_again(tile));
     const int m0 = at.row, k0 = at.column;
@@ -60,8 +72,13 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
         const int left = m0 + row < r.m ? r.k - k0 - column : 0;
         float* dx = r.dx + static_cast<long long>(m0 + row) * r.lddx + k0 + column;
         float more[W];
-        if (r.activation != FX_NONE && any) {  // without a source 0 stays 0, even where the slope is NaN
-            fx_load(more, r.x + static_cast<long long>(m0 + row) * r.ldx + k0 + column, left, quads_x);
+        if (any) {  // without a source, or without an activation, there is no slope: 0 stays 0 even where x is NaN
+            if constexpr (T::SINGLE) {
+                FX_UNROLL
+                for (int e = 0; e < W; ++e) more[e] = x[e];
+            } else {
+                fx_load(more, r.x + static_cast<long long>(m0 + row) * r.ldx + k0 + column, left, quads_x);
+            }
             if (r.activation == FX_ELU) fx_slope_run<FX_ELU>(v, more);
             if (r.activation == FX_RELU) fx_slope_run<FX_RELU>(v, more);
             if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, more);
@@ -79,8 +96,6 @@ template <class T>
 __device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
     FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
-    const LinearDx& r = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
+    const LinearDx& r = fx_linear_record<T>(table, count, tile);
     fx_linear_dx_tile<T>(r, tile, reinterpret_cast<float*>(shared));
 }

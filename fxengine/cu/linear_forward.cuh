@@ -41,7 +41,17 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         const float* w = r.w + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
         return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
-    T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared);
+    float bias[T::WIDTH] = {};
+    if constexpr (T::SINGLE) {
+        const LinearCorner<T> at(r.n, tile);
+        const LinearRun<T> run;
+        if (r.b) fx_load(bias, r.b + at.column + run.column, r.n - at.column - run.column, false);
+    }
+    const auto ready = [&] {
+        fx_wait();
+        fx_trigger();
+    };
+    T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared, ready);
     // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
     const LinearCorner<T> at(r.n, fx_linear_again(tile));
     const int m0 = at.row, n0 = at.column;
@@ -51,7 +61,10 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         const int left = m0 + row < r.m ? r.n - n0 - column : 0;
         float* y = r.y + static_cast<long long>(m0 + row) * r.ldy + n0 + column;
         float more[W];
-        if (r.b) {
+        if constexpr (T::SINGLE) {
+            FX_UNROLL
+            for (int e = 0; e < W; ++e) v[e] += bias[e];
+        } else if (r.b) {
             fx_load(more, r.b + n0 + column, left, false);
             FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += more[e];
@@ -72,8 +85,6 @@ template <class T>
 __device__ __forceinline__ void fx_linear_forward(const LinearForward* table, int count) {
     FX_POOL(float4, shared, T::SHARED / 4);
     int tile;
-    const LinearForward& r = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
+    const LinearForward& r = fx_linear_record<T>(table, count, tile);
     fx_linear_forward_tile<T>(r, tile, reinterpret_cast<float*>(shared));
 }

@@ -28,10 +28,9 @@ struct LinearStaged {
     int left;   // rows from the thread's first one on that exist
     int at;     // of the first unit, in the stage in shared memory
     bool full;  // all rows exist and can be read four numbers at a time
-    float scale;
 
     __device__ __forceinline__ LinearStaged() {}
-    __device__ __forceinline__ explicit LinearStaged(const LinearView& v) : ld(v.ld), scale(v.scale) {
+    __device__ __forceinline__ explicit LinearStaged(const LinearView& v) : ld(v.ld) {
         const int thread = static_cast<int>(threadIdx.x);
         if constexpr (INNER) {
             at = fx_linear_chunk<R>(0, row(), thread & 3);
@@ -145,6 +144,7 @@ struct StagedTile {
     static constexpr int SUMS = GROUPS > 1 ? GROUPS * BM * BN : 0;
     static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;
     static constexpr int WIDTH = 4;
+    static constexpr bool SINGLE = false;
     static_assert(GROUPS * WARPS == 8 && PANELS % GROUPS == 0 && WM % 16 == 0 && WN % 16 == 0, "warp tiles");
     static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
 
@@ -163,17 +163,19 @@ struct StagedTile {
     };
     typedef LinearStaged<WORD, BM, KW, false> SummedA;
 
-    template <bool SUM, bool A_INNER, bool B_INNER, class Source>
-    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared) {
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
         typedef LinearStaged<WORD, BM, KW, A_INNER> A;
         typedef LinearStaged<WORD, BN, KW, B_INNER> B;
         A a;
         B b;
         int depth = 0;  // what is left of the source that a and b read
         int begun = 0;  // sources
+        float factor = 1.0f;  // of the source that a and b read
         const auto begin = [&] {
             const LinearSource s = source(begun++);
-            depth = s.live ? s.depth : 0;
+            factor = s.factor();
+            depth = factor != 0.0f ? s.depth : 0;
             a = A(s.a);
             b = B(s.b);
         };
@@ -228,6 +230,7 @@ struct StagedTile {
         };
         float held_a[AHEAD][A::UNITS][A::LOADS][4], held_b[AHEAD][B::UNITS][B::LOADS][4], scale[AHEAD];
         bool more[AHEAD];
+        ready();
         if (SUM && count > 0) begin();
         FX_UNROLL
         for (int n = 0; n < AHEAD; ++n) {
@@ -235,7 +238,7 @@ struct StagedTile {
             if (more[n]) {
                 a.fetch(held_a[n], depth);
                 b.fetch(held_b[n], depth);
-                scale[n] = a.scale;
+                scale[n] = factor;
             }
         }
         const auto run = [&] {
@@ -257,7 +260,7 @@ struct StagedTile {
                     if (more[n]) {
                         a.fetch(held_a[n], depth);
                         b.fetch(held_b[n], depth);
-                        scale[n] = a.scale;
+                        scale[n] = factor;
                     }
                     compute();
                     now = STAGE - now;

@@ -349,8 +349,9 @@ __device__ __forceinline__ void market_copy(const Market& record, const MarketTi
 
 extern "C" __global__ void __launch_bounds__(256, 2) fx_market(const Market* table, int count) {
     __shared__ MarketTile shared;
+    __shared__ Market place;
     int tile;
-    const Market& record = fx_record(table, count, tile);
+    const Market& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const int first = tile * record.tile_rows;

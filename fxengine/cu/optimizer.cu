@@ -155,10 +155,6 @@ __device__ __forceinline__ void adam_element(
     w = fx_limit(w - step.lr * (direction + (matrix ? step.decay : 0.0f) * w), matrix ? step.weight_bound : FX_INF);
 }
 
-__device__ __forceinline__ float adam_follow(float target, float w, float tau) {
-    return tau == 1.0f ? w : target + tau * (w - target);
-}
-
 // Norm and clip factor of the block's group, by one warp, from the group's partial sums.
 __device__ __forceinline__ float adam_scale(
     const Adam& record, const double* partials, int count, float clip, bool first) {
@@ -194,8 +190,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int
     constexpr int QUADS = 2;  // of a thread
     __shared__ float scalars[ADAM_SCALARS];
     __shared__ float scale;
+    __shared__ Adam place;
     int tile;
-    const Adam& record = fx_record(table, count, tile);
+    const Adam& record = fx_record(table, count, tile, place);
     const int lane = static_cast<int>(threadIdx.x & 31u), warp = static_cast<int>(threadIdx.x >> 5);
     const long long start = static_cast<long long>(tile) * (1024 * QUADS) + 4 * static_cast<int>(threadIdx.x);
     float* const params = record.params;
@@ -259,10 +256,10 @@ extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int
         *reinterpret_cast<float4*>(moments + i) = m[k];
         *reinterpret_cast<float4*>(squares + i) = v[k];
         if (!follows[k] || tau == 0.0f) continue;
-        target[k].x = adam_follow(target[k].x, w[k].x, tau);
-        target[k].y = adam_follow(target[k].y, w[k].y, tau);
-        target[k].z = adam_follow(target[k].z, w[k].z, tau);
-        target[k].w = adam_follow(target[k].w, w[k].w, tau);
+        target[k].x = fx_follow(target[k].x, w[k].x, tau);
+        target[k].y = fx_follow(target[k].y, w[k].y, tau);
+        target[k].z = fx_follow(target[k].z, w[k].z, tau);
+        target[k].w = fx_follow(target[k].w, w[k].w, tau);
         *reinterpret_cast<float4*>(targets + i) = target[k];
     }
 }

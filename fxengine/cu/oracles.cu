@@ -169,8 +169,9 @@ extern "C" __global__ void __launch_bounds__(256, 4) fx_oracle(const Oracle* tab
     __shared__ unsigned counts[ORACLE_BINS];
     __shared__ u64 totals[8];
     __shared__ int last;
+    __shared__ Oracle place;
     int tile;
-    const Oracle& record = fx_record(table, count, tile);
+    const Oracle& record = fx_record(table, count, tile, place);
     const unsigned* skip = record.skip;  // what decides is read ahead of the wait; most steps need no more
     const u64* counters = record.counters;
     const unsigned every = static_cast<unsigned>(record.every);

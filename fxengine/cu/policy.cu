@@ -68,8 +68,9 @@ struct QuantileMean {
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) fx_policy(const Policy* table, int count) {
+    __shared__ Policy place;
     int tile;
-    const Policy& record = fx_record(table, count, tile);
+    const Policy& record = fx_record(table, count, tile, place);
     const int item = tile * 256 + static_cast<int>(threadIdx.x);
     const int branch = item % record.branches;
     const long long row = item / record.branches;

@@ -172,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_priority_update(const Prior
     __shared__ double scratch[8];
     __shared__ int lowest;
     __shared__ unsigned highest;
+    __shared__ PriorityUpdate place;
     int tile;
-    const PriorityUpdate& record = fx_record(table, count, tile);
+    const PriorityUpdate& record = fx_record(table, count, tile, place);
     const int thread = static_cast<int>(threadIdx.x);
     fx_wait();
     fx_trigger();
@@ -233,8 +234,9 @@ struct PriorityStep {
 
 extern "C" __global__ void __launch_bounds__(256) fx_priority_insert(const PriorityInsert* table, int count) {
     __shared__ double scratch[8];
+    __shared__ PriorityInsert place;
     int tile;
-    const PriorityInsert& record = fx_record(table, count, tile);
+    const PriorityInsert& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const int head = static_cast<int>(record.ring[1]), back = record.n - 1;

@@ -58,8 +58,9 @@ __device__ __forceinline__ float replay_smallest(const float* leaves, int rows, 
 
 extern "C" __global__ void __launch_bounds__(256) fx_replay_sample(const ReplaySample* table, int count) {
     __shared__ unsigned least;
+    __shared__ ReplaySample place;
     int tile;
-    const ReplaySample& record = fx_record(table, count, tile);
+    const ReplaySample& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const float smallest = record.leaves != nullptr ? replay_smallest(record.leaves, record.rows, &least) : 1.0f;
@@ -165,8 +166,9 @@ __device__ __forceinline__ void replay_copy(const ReplayGather& record, const un
 
 extern "C" __global__ void __launch_bounds__(256) fx_replay_gather(const ReplayGather* table, int count) {
     __shared__ unsigned picked[256];
+    __shared__ ReplayGather place;
     int tile;
-    const ReplayGather& record = fx_record(table, count, tile);
+    const ReplayGather& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const int across = (record.width + record.tile_columns - 1) / record.tile_columns;
@@ -291,8 +293,9 @@ struct ReplayAdvance {
 };
 
 extern "C" __global__ void __launch_bounds__(256) fx_replay_advance(const ReplayAdvance* table, int count) {
+    __shared__ ReplayAdvance place;
     int tile;
-    const ReplayAdvance& record = fx_record(table, count, tile);
+    const ReplayAdvance& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     if (threadIdx.x != 0) return;

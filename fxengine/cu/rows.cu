@@ -33,8 +33,9 @@ __device__ __forceinline__ void mask_rows(const MaskRows& r, int tile) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_mask_rows(const MaskRows* table, int count) {
+    __shared__ MaskRows place;
     int tile;
-    const MaskRows& record = fx_record(table, count, tile);
+    const MaskRows& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     const u64 odd = reinterpret_cast<u64>(record.x) | reinterpret_cast<u64>(record.y) |

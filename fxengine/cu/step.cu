@@ -65,8 +65,9 @@ __device__ __forceinline__ void store_pair(u64* words, u64 value, u64 sequence) 
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_end(const End* table, int count) {
+    __shared__ End place;
     int tile;
-    const End& record = fx_record(table, count, tile);
+    const End& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     for (int i = static_cast<int>(threadIdx.x >> 5); i < record.sums; i += 8) {

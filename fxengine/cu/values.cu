@@ -45,8 +45,9 @@ struct Onehots {
 
 extern "C" __global__ void __launch_bounds__(256) fx_expectile(const Expectile* table, int count) {
     __shared__ double scratch[8];
+    __shared__ Expectile place;
     int tile;
-    const Expectile& record = fx_record(table, count, tile);
+    const Expectile& record = fx_record(table, count, tile, place);
     const int rows = record.rows, branches = record.branches;
     const long long row = static_cast<long long>(tile) * 256 + threadIdx.x;
     fx_wait();
@@ -70,8 +71,9 @@ extern "C" __global__ void __launch_bounds__(256) fx_expectile(const Expectile* 
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_onehots(const Onehots* table, int count) {
+    __shared__ Onehots place;
     int tile;
-    const Onehots& record = fx_record(table, count, tile);
+    const Onehots& record = fx_record(table, count, tile, place);
     const int cols = record.cols, branches = record.branches;
     const long long end = static_cast<long long>(record.rows) * cols;
     fx_wait();

@@ -164,6 +164,8 @@ class Family:
             (weight gradients: nothing but the optimizer waits for them).
         shared: bytes of dynamic shared memory of a block.
         alone: never share a launch with another family: this one waits for something slow.
+        early: fields of the record whose tensors the kernel reads before it waits for its predecessors (weights, which
+            are seldom new). The planner lets it begin early only where no direct predecessor writes them.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Family:
     late: bool = False
     shared: int = 0
     alone: bool = False
+    early: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +196,12 @@ class Launch:
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
     label: str
+
+    @property
+    def early(self) -> tuple[Tensor, ...]:
+        """What the kernel reads before it waits for its predecessors."""
+        values = (value for key in self.family.early for value in entries(self.fields[key]))
+        return tuple(value for value in values if isinstance(value, Tensor))
 
 
 @dataclass

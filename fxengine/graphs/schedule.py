@@ -100,6 +100,17 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     return tuple(nodes)
 
 
+def may_begin_early(node: Node, behind: Node) -> bool:
+    """Whether a node may begin while one that it follows still runs, up to the point where it waits for that one.
+
+    Both are kernels. What comes further before it has finished by then: a kernel lets its followers begin only after it
+    has waited itself.
+    """
+    early = [tensor.region() for record in node.records for tensor in record.early]
+    written = [tensor.region() for record in behind.records for tensor in record.writes]
+    return not any(region.overlaps(other) for region in early for other in written)
+
+
 def depth(nodes: Sequence[Node]) -> int:
     """Number of nodes on the longest path."""
     return 1 + max((n.level for n in nodes), default=-1)

@@ -54,7 +54,12 @@ _OLDEST_TENSOR_ARCH = 80  # mma.sync of tf32 and bf16
 
 
 def _families(
-    kind: str, struct: str, tiles: Callable[[Tile, Mapping[str, Any]], int], *, late: bool = False
+    kind: str,
+    struct: str,
+    tiles: Callable[[Tile, Mapping[str, Any]], int],
+    *,
+    late: bool = False,
+    early: tuple[str, ...] = (),
 ) -> dict[str, dict[str, Family]]:
     def family(precision: str, name: str, tile: Tile) -> Family:
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
@@ -66,14 +71,15 @@ def _families(
             tiles=lambda fields: tiles(tile, fields),
             late=late,
             alone=tile.rows * tile.columns >= _LARGE_TILE,
+            early=early,
         )
 
     return {mode: {name: family(mode, name, tile) for name, tile in of.items()} for mode, of in TILES.items()}
 
 
 #: Kernel families by precision and tile name. Weight gradients are late: only the optimizer waits for them.
-FORWARD = _families("forward", "LinearForward", lambda t, f: t.count(f["m"], f["n"]))
-DX = _families("dx", "LinearDx", lambda t, f: t.count(f["m"], f["k"]))
+FORWARD = _families("forward", "LinearForward", lambda t, f: t.count(f["m"], f["n"]), early=("w", "b"))
+DX = _families("dx", "LinearDx", lambda t, f: t.count(f["m"], f["k"]), early=("w",))
 DW = _families("dw", "LinearDw", lambda t, f: t.count(f["n"], f["k"], f["k2"]) * f["slices"], late=True)
 
 

@@ -18,6 +18,7 @@ CHAIN = Family("chain", str(Path(__file__).with_name("chain.cu")), "fx_chain", "
 OTHER = replace(CHAIN, name="other", kernel="fx_other")
 OVERRUN = replace(CHAIN, name="overrun", kernel="fx_overrun")
 LATE = replace(CHAIN, name="late", late=True)
+EARLY = replace(CHAIN, name="early", early=("a",))
 
 
 def chain(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fxengine.driver import Target
 from fxengine.graphs import ZEROED, Program, ProgramError, Tensor, depth, schedule
+from fxengine.graphs.schedule import may_begin_early
 
-from .chains import CHAIN, LATE, OTHER, chain
+from .chains import CHAIN, EARLY, LATE, OTHER, chain
 
 
 @pytest.fixture
@@ -64,6 +65,21 @@ def test_disjoint_columns_and_rows_of_one_matrix_are_independent(program: Progra
     assert m.rows(0, 3).region().overlaps(m.rows(2, 4).region())
     assert m.columns(2, 4).region().overlaps(m.rows(1, 2).region())
     assert a.region().overlaps(a.region())
+
+
+def test_a_node_does_not_overtake_who_writes_what_it_reads_early(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    chain(program, x, y, a)
+    chain(program, y, z, a, family=EARLY)  # waits before it reads y, but not before a
+    first, second = schedule(program)
+    assert may_begin_early(second, first)
+
+    chain(program, z, a.rows(2, 3), x.rows(0, 1), family=OTHER)
+    chain(program, x, y, a, family=EARLY)
+    writer, reader = schedule(program)[-2:]
+    assert reader.after and writer.name == "other"
+    assert not may_begin_early(reader, writer)
+    assert may_begin_early(writer, second)
 
 
 @given(st.data())

@@ -430,6 +430,31 @@ def test_graph_replay_repeats_the_bits(device: Device, precision: str) -> None:
                 assert [read(plan, t).tobytes() for t in results] == first
 
 
+@pytest.mark.parametrize("precision", linear.TILES)
+def test_weights_that_the_layer_before_makes(device: Device, precision: str) -> None:
+    """Weights and biases are read early, but not before a direct predecessor has written them."""
+    bench = Bench(device, precision)
+    program, n = bench.program, 96
+    weights = [program.tensor(f"w{i}", (n, n), data=bench.draw(n, n) / 8) for i in range(3)]
+    made = [program.tensor(f"made{i}", (n, n)) for i in range(8)]
+    for i, y in enumerate(made):  # each layer's input, weights and bias are what the one before has made
+        x = made[i - 1] if i else weights[0]
+        linear.forward(program, weights[1], x, x.rows(1, 2).flat(), y, activation="tanh", tile="16x16")
+    back = program.tensor("back", (n, n))
+    linear.backward_dx(program, weights[2], made[-1], back, tile="16x16")
+    with Plan(program, device) as plan, device.stream() as stream:
+        plan.run(stream=stream)
+        stream.synchronize()
+        expected = [plan.buffer(t).read().tobytes() for t in (*made, back)]
+        assert np.isfinite(plan.buffer(back).read()).all()
+        with plan.capture(stream=stream) as graph:
+            for _ in range(20):
+                forget(plan, [*made, back])
+                graph.launch(stream=stream)
+                stream.synchronize()
+                assert [plan.buffer(t).read().tobytes() for t in (*made, back)] == expected
+
+
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str, tile: str) -> None:
     """A missing barrier, or a sum in order of arrival, would show when threads and blocks run in another order."""
