@@ -233,15 +233,12 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
 
 template <int WORD, int M>
 __device__ __forceinline__ void iqn_forward(const IqnForward* table, int count, uint4* shared) {
-    __shared__ IqnForward record;  // read again and again: registers are scarce
+    __shared__ IqnForward place;
     int tile;
-    {
-        const IqnForward& r = fx_record(table, count, tile);
-        if (threadIdx.x == 0) record = r;
-        fx_wait();
-        fx_trigger();
-        IqnWeights<WORD>(r, shared).fill(r);
-    }
+    const IqnForward& record = fx_record(table, count, tile, place);
+    IqnWeights<WORD>(record, shared).fill(record);
+    fx_wait();
+    fx_trigger();
     __syncthreads();
     const int warp = static_cast<int>(threadIdx.x) >> 5;
     for (int row0 = (warp * record.tiles + tile) * 16 * M; row0 < record.rows; row0 += 8 * 16 * M * record.tiles) {

@@ -63,9 +63,6 @@ struct IqnGradients {
     int accumulate;
 };
 
-constexpr int iqn_cosines = 64;
-constexpr int iqn_width = 128;
-
 // How a block works: WORD as ever, COLUMNS of h2, ROWS of a tile. The 8 warps share the outputs of each product.
 template <int WORD, int COLUMNS, int ROWS>
 struct IqnBlock {
@@ -151,20 +148,9 @@ struct IqnBlock {
 
 // The hidden numbers that this thread's part of dhidden needs: columns 16 warp + 4 t .. of rows row0 + 16 i + 8 h + g.
 template <int F>
-__device__ __forceinline__ void iqn_fetch(float (&held)[F][2][4], const IqnBackward& r, int row0) {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    const int column = (static_cast<int>(threadIdx.x) >> 5) * 16 + 4 * (lane & 3), row = row0 + (lane >> 2);
-    const bool quads = fx_quads(r.hidden, r.ld_hidden);
-    const float* from = r.hidden + static_cast<long long>(row) * r.ld_hidden + column;
-    FX_UNROLL
-    for (int i = 0; i < F; ++i) {
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            const int further = 16 * i + 8 * h;
-            fx_load(held[i][h], from + static_cast<long long>(further) * r.ld_hidden,
-                    row + further < r.rows ? r.width - column : 0, quads);
-        }
-    }
+__device__ __forceinline__ void iqn_fetch_hidden(float (&held)[F][2][4], const IqnBackward& r, int row0) {
+    const int thread = static_cast<int>(threadIdx.x);
+    iqn_fetch<F>(held, r.hidden, r.ld_hidden, r.width, 16 * (thread >> 5) + 4 * (thread & 3), row0, r.rows);
 }
 
 // Step 1: cosines, and dhidden = (dtheta w_iq2) slope(held); bias += its sum over the rows.
@@ -182,66 +168,31 @@ __device__ __forceinline__ void iqn_begin_tile(const B& block, const IqnBackward
         for (int e = 0; e < 4; ++e) v[e] = iqn_feature(static_cast<float>(column) + static_cast<float>(e), tau);
         iqn_store_quad<WORD>(block.cosines.words + row * block.cosines.LD, column, v);
     }
-    const bool quads = fx_quads(r.dtheta, r.ld_dtheta);
     const int column = thread / 32 * 16;
     FX_UNROLL
     for (int part = 0; part < ROWS; part += 16 * F) {
-        const int first = row0 + part + g;
         float sums[F][2][4] = {};
 #pragma unroll 1
         for (int k = 4 * t; k - 4 * t < r.outputs; k += 16) {
-            float v[F][2][4], w[2][4];
-            FX_UNROLL
-            for (int f = 0; f < 2; ++f) {
-                const int at = column + 4 * (g >> 1) + 2 * f + (g & 1);
-                FX_UNROLL
-                for (int e = 0; e < 4; ++e) {
-                    const bool there = at < r.width && k + e < r.outputs;
-                    w[f][e] = there ? r.w_iq2[static_cast<long long>(k + e) * r.ld_iq2 + at] : 0.0f;
-                }
-            }
-            FX_UNROLL
-            for (int i = 0; i < F; ++i) {
-                FX_UNROLL
-                for (int h = 0; h < 2; ++h) {
-                    const int row = first + 16 * i + 8 * h;
-                    fx_load(v[i][h], r.dtheta + static_cast<long long>(row) * r.ld_dtheta + k,
-                            row < r.rows ? r.outputs - k : 0, quads);
-                }
-            }
-            FX_UNROLL
-            for (int q = 0; q < iqn_steps<WORD>; ++q) {
-                uint4 unit;
-                iqn_words<WORD>(unit.x, unit.y, w[0], q);
-                iqn_words<WORD>(unit.z, unit.w, w[1], q);
-                unsigned a[F][1][4];
-                iqn_operand<WORD, F>(a, v, q);
-                iqn_multiply<WORD, F>(sums, a, unit);
-            }
+            uint4 units[iqn_steps<WORD>];
+            iqn_unit_down<WORD>(units, r.w_iq2, r.ld_iq2, r.width, r.outputs, column, k);
+            float v[F][2][4];
+            iqn_fetch<F>(v, r.dtheta, r.ld_dtheta, r.outputs, k, row0 + part, r.rows);
+            iqn_multiply_chunk<WORD, F>(sums, v, units);
         }
         FX_UNROLL
         for (int i = 0; i < F; ++i) {
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 float v[4];
-                iqn_columns<F>(v, sums, i, h);
+                iqn_dhidden<F>(v, sums, held[part / 16 + i][h], i, h);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) {
-                    v[e] *= fx_activate_slope(FX_RELU, held[part / 16 + i][h][e]);
-                    bias[e] += v[e];
-                }
+                for (int e = 0; e < 4; ++e) bias[e] += v[e];
                 const int row = part + 16 * i + 8 * h + g;
                 iqn_store_quad<WORD>(block.dhidden.words + row * block.dhidden.LD, column + 4 * t, v);
             }
         }
     }
-}
-
-// Sum over the lanes of equal t.
-__device__ __forceinline__ float iqn_rows_sum(float v) {
-    FX_UNROLL
-    for (int other = 4; other < 32; other *= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
-    return v;
 }
 
 // Step 2: phi and dmixed of the warp's rows and columns; mixed, dphi and the sums for dh2. bias += sum of dphi.
@@ -332,15 +283,13 @@ __device__ __forceinline__ void iqn_states(const B& block, const IqnBackward& r,
 template <int WORD, int COLUMNS, int ROWS>
 __device__ __forceinline__ void iqn_backward(const IqnBackward* table, int count, uint4* shared) {
     typedef IqnBlock<WORD, COLUMNS, ROWS> B;
-    __shared__ IqnBackward record;  // read again and again: registers are scarce
+    __shared__ IqnBackward place;
     int tile;
-    const IqnBackward& own = fx_record(table, count, tile);
-    if (threadIdx.x == 0) record = own;
+    const IqnBackward& r = fx_record(table, count, tile, place);
     const B block(shared);
-    __syncthreads();
-    const IqnBackward& r = record;
     const int parts = (r.features + COLUMNS - 1) / COLUMNS;
     const int column0 = tile % parts * COLUMNS, slice = tile / parts;
+    block.fill(r, column0);
     fx_wait();
     fx_trigger();
     const float scale = r.dh2 != nullptr ? *r.weight * *r.readiness : 0.0f;
@@ -348,8 +297,7 @@ __device__ __forceinline__ void iqn_backward(const IqnBackward* table, int count
     const int g = lane >> 2, t = lane & 3;
     const int span = (r.quantiles < 16 * B::M ? r.quantiles : 16 * B::M) / 8;  // groups of 8 rows that a warp adds up
     float held[ROWS / 16][2][4];
-    iqn_fetch(held, r, slice * ROWS);
-    block.fill(r, column0);
+    iqn_fetch_hidden(held, r, slice * ROWS);
     float dw_iq1[2][B::N_IQ1][4] = {}, dw_phi[B::M_PHI][4][4] = {}, db_phi[B::N][2] = {}, db_iq1[4] = {};
     const int down = warp / 2, right = warp % 2;  // of the warp among the 4 x 2 that share the weight gradients
     for (int row0 = slice * ROWS; row0 < r.rows; row0 += r.slices * ROWS) {
@@ -357,7 +305,7 @@ __device__ __forceinline__ void iqn_backward(const IqnBackward* table, int count
         __syncthreads();
         iqn_middle<B, WORD, COLUMNS, ROWS>(block, r, row0, column0, span, db_phi);
         __syncthreads();
-        iqn_fetch(held, r, row0 + r.slices * ROWS);
+        iqn_fetch_hidden(held, r, row0 + r.slices * ROWS);
         iqn_states<B, COLUMNS, ROWS>(block, r, row0, column0, span, scale);
         if (r.partial != nullptr) {
 #pragma unroll 2

@@ -1,6 +1,10 @@
-// Matrices in shared memory that a product reads along their rows and another one along their columns.
+// For the gradients of the fused quantile networks: matrices in shared memory that a product reads along their rows and
+// another one along their columns, and what dhidden = (dtheta w_iq2) slope(hidden) is made with.
 #pragma once
 #include "iqn_fused.cuh"
+
+constexpr int iqn_cosines = 64;
+constexpr int iqn_width = 128;
 
 // Two neighbouring columns of a tile in shared memory, as words.
 template <int WORD>
@@ -114,3 +118,83 @@ struct IqnTile {
         }
     }
 };
+
+// Columns column .. column + 3 of the rows row0 + 16 i + 8 h + g below `end` of a matrix with so many columns. One
+// branch, and behind it loads without any: they are all under way at once, and little code.
+template <int F>
+__device__ __forceinline__ void iqn_fetch(float (&held)[F][2][4], const float* matrix, int ld, int columns, int column,
+                                          int row0, int end) {
+    const int row = row0 + ((static_cast<int>(threadIdx.x) & 31) >> 2);
+    const float* from = matrix + static_cast<long long>(row) * ld + column;
+    if (fx_quads(matrix, ld) && columns % 4 == 0) {
+        FX_UNROLL
+        for (int further = 0; further < 16 * F; further += 8) {
+            const bool there = row + further < end && column < columns;
+            float4 quad = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (there) quad = *reinterpret_cast<const float4*>(from + static_cast<long long>(further) * ld);
+            float(&v)[4] = held[further / 16][further / 8 % 2];
+            v[0] = quad.x;
+            v[1] = quad.y;
+            v[2] = quad.z;
+            v[3] = quad.w;
+        }
+    } else {
+        FX_UNROLL
+        for (int further = 0; further < 16 * F; further += 8) {
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                const bool there = row + further < end && column + e < columns;
+                held[further / 16][further / 8 % 2][e] = there ? from[static_cast<long long>(further) * ld + e] : 0.0f;
+            }
+        }
+    }
+}
+
+// This lane's part of the units of columns column .. of w [k, n], k = at .. at + 3. What does not exist is 0.
+template <int WORD>
+__device__ __forceinline__ void iqn_unit_down(uint4 (&units)[iqn_steps<WORD>], const float* w, int ld, int n, int k,
+                                              int column, int at) {
+    const int g = (static_cast<int>(threadIdx.x) & 31) >> 2;
+    float v[2][4];
+    FX_UNROLL
+    for (int f = 0; f < 2; ++f) {
+        const int own = column + 4 * (g >> 1) + 2 * f + (g & 1);
+        FX_UNROLL
+        for (int e = 0; e < 4; ++e) {
+            v[f][e] = own < n && at + e < k ? w[static_cast<long long>(at + e) * ld + own] : 0.0f;
+        }
+    }
+    FX_UNROLL
+    for (int q = 0; q < iqn_steps<WORD>; ++q) {
+        iqn_words<WORD>(units[q].x, units[q].y, v[0], q);
+        iqn_words<WORD>(units[q].z, units[q].w, v[1], q);
+    }
+}
+
+// sums += v . units over a chunk of k.
+template <int WORD, int F>
+__device__ __forceinline__ void iqn_multiply_chunk(float (&sums)[F][2][4], const float (&v)[F][2][4],
+                                                   const uint4 (&units)[iqn_steps<WORD>]) {
+    FX_UNROLL
+    for (int q = 0; q < iqn_steps<WORD>; ++q) {
+        unsigned a[F][1][4];
+        iqn_operand<WORD, F>(a, v, q);
+        iqn_multiply<WORD, F>(sums, a, units[q]);
+    }
+}
+
+// The lane's four numbers of dhidden of row 16 i + 8 h + g, from the sums of dtheta w_iq2 and the hidden numbers.
+template <int F>
+__device__ __forceinline__ void iqn_dhidden(float (&v)[4], const float (&sums)[F][2][4], const float (&hidden)[4],
+                                            int i, int h) {
+    iqn_columns<F>(v, sums, i, h);
+    FX_UNROLL
+    for (int e = 0; e < 4; ++e) v[e] *= fx_activate_slope(FX_RELU, hidden[e]);
+}
+
+// Sum over the lanes of equal t.
+__device__ __forceinline__ float iqn_rows_sum(float v) {
+    FX_UNROLL
+    for (int other = 4; other < 32; other *= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
+    return v;
+}

@@ -161,6 +161,10 @@ def _iqn_backward(f: Mapping[str, Any]) -> float:
     return 2.0 * f["rows"] * (first + second + f["width"] * f["outputs"] + weights)
 
 
+def _iqn_state(f: Mapping[str, Any]) -> float:
+    return _iqn_backward({**f, "rows": f["samples"] * f["quantiles"], "partial": 0})
+
+
 def _attention(f: Mapping[str, Any]) -> float:
     rows, inner = f["batch"] * f["tokens"], f["attn"]
     return 2.0 * rows * inner * (4 * f["features"] + 2 * f["tokens"])
@@ -178,6 +182,7 @@ PRODUCTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "LinearDw": _linear,
     "IqnForward": _iqn,
     "IqnBackward": _iqn_backward,
+    "IqnState": _iqn_state,
     "AttentionForward": _attention,
     "AttentionBackward": _attention_backward,
 }

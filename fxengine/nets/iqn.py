@@ -1,7 +1,7 @@
 """Implicit quantile network: θ = lin(relu(lin(h⊙φ))), φ = relu(lin(cos(π·i·τ))) (docs/step.md §2).
 
-Where the fused kernels serve the device, the precision and the sizes, a network is one launch forward and one backward;
-else it is made of separate layers. Which of both is a pure function of these three.
+Where the fused kernels serve the device, the precision and the sizes, a network is one launch forward and one backward,
+or two at small batch; else it is made of separate layers. Which of them is a pure function of these and the batch.
 """
 
 from __future__ import annotations
@@ -93,8 +93,14 @@ def _is_fused(p: Pass, net: Network) -> bool:
     return iqn_fused.fits(*served) and iqn_fused.fits_backward(*served, net.quantiles)
 
 
+def _apart(p: Pass, net: Network, h: Tensor) -> bool:
+    """Whether the gradient of h, for which the rest of the backward pass waits, is made apart from the weights'."""
+    served = iqn_fused.fits_state(p.program.target, p.program.precision, net.sizes)
+    return served and iqn_fused.apart(p.program.target, h.shape[0])
+
+
 def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -> Tensor:
-    """The network in one launch, which the step's two networks share; backward in another."""
+    """The network in one launch, which the step's two networks share; backward in another or two."""
     weights = iqn_fused.Weights(*(p.weight(f"{kind}_{layer}") for layer in ("phi", "iq1", "iq2") for kind in "wb"))
     hidden = p.tensor("iq1", tau.size, net.sizes.width) if p.trained else None
     theta = p.tensor("theta", tau.size, net.sizes.outputs)
@@ -127,6 +133,23 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
             )
         dh, accumulate = gradients.contribute(h) if p.tape.tracked(h) else (None, False)
         weight, readiness = scale or (None, None)
+        activation = p.tape.activation(h) if dh else "none"
+        if dh and weight and readiness and wanted and _apart(p, net, h):
+            iqn_fused.state_gradient(
+                p.program,
+                dtheta,
+                tau,
+                h,
+                weights,
+                stored,
+                dh2=dh,
+                weight=weight,
+                readiness=readiness,
+                activation=activation,
+                accumulate=accumulate,
+                name=f"{gradients.prefix}iqn.bwd.dh2",
+            )
+            dh, weight, readiness, activation, accumulate = None, None, None, "none", False
         iqn_fused.backward(
             p.program,
             dtheta,
@@ -137,7 +160,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
             dh2=dh,
             weight=weight,
             readiness=readiness,
-            activation=p.tape.activation(h) if dh else "none",
+            activation=activation,
             accumulate=accumulate,
             gradients=wanted,
             accumulate_gradients=accumulate_gradients,

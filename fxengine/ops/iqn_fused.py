@@ -1,4 +1,4 @@
-"""Implicit quantile networks in one launch each way, on the tensor cores (`iqn_fused.cu`, `iqn_fused_backward.cu`).
+"""Implicit quantile networks in a launch forward and one or two backward, on the tensor cores.
 
     if iqn_fused.fits(program.target, program.precision, sizes):
         iqn_fused.forward(program, tau, h2, weights, theta, hidden=hidden)
@@ -7,10 +7,17 @@
         iqn_fused.backward(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn, readiness=readiness,
                            gradients=iqn_fused.WeightGradients(dw_phi, db_phi, dw_iq1, db_iq1), name="iqn")
 
+    if iqn_fused.apart(program.target, batch) and iqn_fused.fits_state(program.target, program.precision, sizes):
+        iqn_fused.state_gradient(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn,
+                                 readiness=readiness, name="iqn.dh2")  # and `backward` without dh2
+
 What the separate layers of `iqn` and `linear` pass through memory stays in registers and shared memory here. Operands
 of every product are rounded to tf32 or bf16, sums are float32 in fixed order, as there; the cosines are good to 1e-6.
-Whether a device and a shape are served is a pure function: `fits`, `fits_backward`. What is not served goes through the
-separate layers.
+Whether a device and a shape are served is a pure function: `fits`, `fits_backward`, `fits_state`. What is not served
+goes through the separate layers.
+
+The rest of a backward pass waits for the gradient of h2, but not for those of the weights. Where samples are few and a
+step is a chain of short launches, `state_gradient` makes the former alone, and `backward` runs beside the chain.
 
 Source: Dabney, Ostrovski, Silver, Munos 2018, "Implicit quantile networks for distributional RL". Sums that become the
 operand of the next product without leaving the registers: Dao 2023, "FlashAttention-2".
@@ -37,6 +44,14 @@ if TYPE_CHECKING:
 #: Most cosines and most hidden numbers that the kernels have room for.
 MAX_COSINES = 64
 MAX_WIDTH = 128
+
+# Columns of h2 that a block of the state's gradient owns, and rows of its chunks, of which it holds two.
+_STATE_COLUMNS = 128
+_STATE_ROWS = 32
+
+# Samples per multiprocessor up to which the gradient of h2 is made apart: beyond, the products that both launches make
+# cost more than the wait for the weight gradients.
+_APART_SAMPLES = 4
 
 # Shared memory that the kernels declare themselves.
 _STATIC = 256
@@ -134,6 +149,26 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_columns(target, precision, sizes, quantiles) > 0
 
 
+def state_shared(precision: str) -> int:
+    """Bytes of dynamic shared memory of a block of `state_gradient`: cosines and hidden gradients of two chunks."""
+    return 2 * _STATE_ROWS * (MAX_COSINES + MAX_WIDTH) * (2 if precision == "bf16" else 4)
+
+
+def fits_state(target: Target, precision: str, sizes: Sizes) -> bool:
+    """Whether `state_gradient` serves this device, precision and shape."""
+    return (
+        _tensor_cores(target, precision)
+        and sizes.cosines <= MAX_COSINES
+        and sizes.width <= MAX_WIDTH
+        and state_shared(precision) + _STATIC <= target.shared_memory_optin
+    )
+
+
+def apart(target: Target, samples: int) -> bool:
+    """Whether the gradient of h2 should have a launch of its own, where it and those of the weights are wanted."""
+    return samples <= _APART_SAMPLES * target.sm_count
+
+
 def forward(
     program: Program,
     tau: Tensor,
@@ -162,7 +197,8 @@ def forward(
     """
     label = label or theta.name
     sizes = weights.sizes
-    rows, quantiles = _check(program, tau, h2, weights, label)
+    rows, quantiles = _check(tau, h2, weights, label)
+    _require_served(fits(program.target, program.precision, sizes), program, str(sizes), label, "fits")
     require_as(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
     require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
@@ -231,57 +267,30 @@ def backward(
         ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, or `fits_backward` says no.
     """
     sizes = weights.sizes
-    rows, quantiles = _check(program, tau, h2, weights, name)
-    for role, tensor, shape in (
-        ("dtheta", dtheta, (rows, sizes.outputs)),
-        ("hidden", hidden, (rows, sizes.width)),
-        ("dh2", dh2, h2.shape),
-        ("weight", weight, (1,)),
-        ("readiness", readiness, (1,)),
-    ):
-        require_as(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
-    if dh2 is not None and (weight is None or readiness is None):
-        raise ValueError(f"'{name}': dh2 needs weight and readiness")
+    rows, quantiles = tau.size, tau.shape[-1]
+    fields, reads = _gradient(
+        dtheta,
+        tau,
+        h2,
+        weights,
+        hidden,
+        dh2,
+        weight,
+        readiness,
+        activation=activation,
+        accumulate=accumulate,
+        name=name,
+    )
     columns = backward_columns(program.target, program.precision, sizes, quantiles)
-    if not columns:
-        raise ValueError(
-            f"'{name}': {sizes} with {quantiles} quantiles in {program.precision} on {program.target} is not for the "
-            "fused backward (see fits_backward); use the separate layers"
-        )
+    _require_served(columns > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
     parts = -(-sizes.features // columns)
     slices = max(1, min(-(-rows // _TILE_ROWS[columns]), program.target.sm_count // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
     partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
     program.launch(
         _backward_family(program.precision, columns),
-        {
-            "dtheta": dtheta,
-            "tau": tau,
-            "h2": h2,
-            "hidden": hidden,
-            "w_phi": weights.w_phi,
-            "b_phi": weights.b_phi,
-            "w_iq1": weights.w_iq1,
-            "w_iq2": weights.w_iq2,
-            "weight": weight or 0,
-            "readiness": readiness or 0,
-            "dh2": dh2 or 0,
-            "partial": partial or 0,
-            "ld_dtheta": dtheta.ld,
-            "ld_h2": h2.ld,
-            "ld_hidden": hidden.ld,
-            "ld_phi": weights.w_phi.ld,
-            "ld_iq1": weights.w_iq1.ld,
-            "ld_iq2": weights.w_iq2.ld,
-            "ld_dh2": dh2.ld if dh2 else 0,
-            "rows": rows,
-            "quantiles": quantiles,
-            **_extents(sizes),
-            "slices": slices,
-            "activation": linear.ACTIVATION_CODES[activation],
-            "accumulate": int(accumulate),
-        },
-        reads=[dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None],
+        {**fields, "partial": partial or 0, "rows": rows, "slices": slices},
+        reads=reads,
         writes=[dh2, partial],
         label=name,
     )
@@ -317,6 +326,122 @@ def backward(
     )
 
 
+def state_gradient(
+    program: Program,
+    dtheta: Tensor,
+    tau: Tensor,
+    h2: Tensor,
+    weights: Weights,
+    hidden: Tensor,
+    *,
+    dh2: Tensor,
+    weight: Tensor,
+    readiness: Tensor,
+    activation: linear.Activation = "none",
+    accumulate: bool = False,
+    name: str,
+) -> None:
+    """Append the gradient of h2 alone, as of `backward` but for the order of its sums, sooner and of any N.
+
+    Args:
+        program: program to append to; its precision is tf32 or bf16.
+        dtheta: float32 [B*N, A], gradient of theta.
+        tau: float32 [B, N], as given to `forward`, like h2 and weights.
+        h2: float32 [B, H2].
+        weights: the parameters.
+        hidden: float32 [B*N, I], from `forward`.
+        dh2: float32 [B, H2] = (or += with `accumulate`) weight * readiness * the gradient, times the slope of the
+            activation that made h2.
+        weight: float32 [1], usually the signal w_iqn.
+        readiness: float32 [1], usually the state iqn_readiness. Where weight * readiness is 0, dh2 becomes an exact 0,
+            or with `accumulate` keeps its bits.
+        activation: the one that made h2.
+        accumulate: add to dh2 instead of overwriting it.
+        name: label.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `fits_state` says no.
+    """
+    sizes, samples = weights.sizes, tau.shape[0]
+    fields, reads = _gradient(
+        dtheta,
+        tau,
+        h2,
+        weights,
+        hidden,
+        dh2,
+        weight,
+        readiness,
+        activation=activation,
+        accumulate=accumulate,
+        name=name,
+    )
+    served = fits_state(program.target, program.precision, sizes)
+    _require_served(served, program, str(sizes), name, "fits_state")
+    parts = -(-sizes.features // _STATE_COLUMNS)
+    program.launch(
+        _state_family(program.precision),
+        {**fields, "samples": samples, "slices": min(samples, max(1, program.target.sm_count // parts))},
+        reads=reads,
+        writes=[dh2],
+        label=name,
+    )
+
+
+def _gradient(
+    dtheta: Tensor,
+    tau: Tensor,
+    h2: Tensor,
+    weights: Weights,
+    hidden: Tensor,
+    dh2: Tensor | None,
+    weight: Tensor | None,
+    readiness: Tensor | None,
+    *,
+    activation: linear.Activation,
+    accumulate: bool,
+    name: str,
+) -> tuple[dict[str, Tensor | int], list[Tensor | None]]:
+    """The fields that records of gradients have in common, and what these read; arguments that fit each other."""
+    sizes = weights.sizes
+    rows, quantiles = _check(tau, h2, weights, name)
+    for role, tensor, shape in (
+        ("dtheta", dtheta, (rows, sizes.outputs)),
+        ("hidden", hidden, (rows, sizes.width)),
+        ("dh2", dh2, h2.shape),
+        ("weight", weight, (1,)),
+        ("readiness", readiness, (1,)),
+    ):
+        require_as(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
+    if dh2 is not None and (weight is None or readiness is None):
+        raise ValueError(f"'{name}': dh2 needs weight and readiness")
+    fields: dict[str, Tensor | int] = {
+        "dtheta": dtheta,
+        "tau": tau,
+        "h2": h2,
+        "hidden": hidden,
+        "w_phi": weights.w_phi,
+        "b_phi": weights.b_phi,
+        "w_iq1": weights.w_iq1,
+        "w_iq2": weights.w_iq2,
+        "weight": weight or 0,
+        "readiness": readiness or 0,
+        "dh2": dh2 or 0,
+        "ld_dtheta": dtheta.ld,
+        "ld_h2": h2.ld,
+        "ld_hidden": hidden.ld,
+        "ld_phi": weights.w_phi.ld,
+        "ld_iq1": weights.w_iq1.ld,
+        "ld_iq2": weights.w_iq2.ld,
+        "ld_dh2": dh2.ld if dh2 else 0,
+        "quantiles": quantiles,
+        **_extents(sizes),
+        "activation": linear.ACTIVATION_CODES[activation],
+        "accumulate": int(accumulate),
+    }
+    return fields, [dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None]
+
+
 def _tensor_cores(target: Target, precision: str) -> bool:
     if precision not in ("tf32", "bf16"):
         return False
@@ -348,6 +473,20 @@ def _backward_family(precision: str, columns: int) -> Family:
         struct="IqnBackward",
         tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // columns),
         shared=backward_shared(precision, columns),
+        early=("w_phi", "b_phi", "w_iq1"),
+    )
+
+
+@cache
+def _state_family(precision: str) -> Family:
+    return Family(
+        f"iqn_state_{precision}",
+        source="iqn_state.cu",
+        kernel=f"fx_iqn_state_{precision}",
+        struct="IqnState",
+        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // _STATE_COLUMNS),
+        shared=state_shared(precision),
+        early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
     )
 
 
@@ -362,6 +501,7 @@ def _forward_family(precision: str, height: int, shared: int) -> Family:
         tiles=_blocks,
         late=True,
         shared=shared,
+        early=("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2"),
     )
 
 
@@ -436,8 +576,8 @@ def reference_backward(
 # -- checks -------------------------------------------------------------------------------------------------
 
 
-def _check(program: Program, tau: Tensor, h2: Tensor, weights: Weights, label: str) -> tuple[int, int]:
-    """Rows and quantiles, of arguments that fit each other and the kernels."""
+def _check(tau: Tensor, h2: Tensor, weights: Weights, label: str) -> tuple[int, int]:
+    """Rows and quantiles, of arguments that fit each other."""
     sizes = weights.sizes
     if len(tau.shape) != 2 or tau.dtype != np.float32 or not tau.contiguous:
         raise ValueError(f"'{label}': tau must be float32 [B, N] without gaps, got {tau.dtype} {tau.shape}")
@@ -452,12 +592,15 @@ def _check(program: Program, tau: Tensor, h2: Tensor, weights: Weights, label: s
         ("b_iq2", (sizes.outputs,)),
     ):
         require_as(getattr(weights, role), shape, role, because, label)
-    if not fits(program.target, program.precision, sizes):
+    return tau.size, tau.shape[1]
+
+
+def _require_served(served: bool, program: Program, shape: str, label: str, see: str) -> None:
+    if not served:
         raise ValueError(
-            f"'{label}': {sizes} in {program.precision} on {program.target} is not for the fused kernels (see fits); "
+            f"'{label}': {shape} in {program.precision} on {program.target} is not for the fused kernels (see {see}); "
             "use the separate layers"
         )
-    return tau.size, tau.shape[1]
 
 
 def _parameters(weights: Weights) -> dict[str, Tensor | int]:

@@ -111,11 +111,12 @@ def test_the_products_of_the_step_are_those_of_its_layers() -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-@pytest.mark.parametrize("batch", [64, 4096])
-def test_no_product_of_the_step_is_missed(precision: str, batch: int) -> None:
-    """Fused kernels compute some products twice; a family that nobody counts would show as a step with fewer."""
+@pytest.mark.parametrize(("batch", "least", "most"), [(64, 1.2, 1.3), (4096, 1.0, 1.2)])
+def test_no_product_of_the_step_is_missed(precision: str, batch: int, least: float, most: float) -> None:
+    """Fused kernels compute some products twice, at small batch three times; a family that nobody counts would show as
+    a step with fewer."""
     layers = step_flop("fp32", batch)
-    assert layers <= step_flop(precision, batch) < 1.2 * layers
+    assert least * layers <= step_flop(precision, batch) < most * layers
 
 
 def test_products_count_at_the_rate_of_their_precision() -> None:

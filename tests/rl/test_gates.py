@@ -35,6 +35,16 @@ def test_marks(marks: tuple[Mark, ...], every: int, evaluations: list[tuple[int,
     assert passes(gate, evaluations, 100) == passed
 
 
+@pytest.mark.parametrize(
+    ("means", "passed"), [([100.0, 150.0, 200.0], True), ([90.0, 150.0, 200.0], False), ([170.0, 170.0, 199.0], False)]
+)
+def test_a_gate_of_all_seeds(means: list[float], passed: bool) -> None:
+    rows = [{"mean": mean, "passed": True} for mean in means]
+    assert rl_gates.gate_passed(GATES["lunarlander-dqn"], rows) == passed
+    failed = [row | {"passed": False} for row in rows]
+    assert not rl_gates.gate_passed(GATES["lunarlander-dqn"], failed)
+
+
 def test_the_published_settings_are_the_defaults() -> None:
     assert GATES["cartpole-dqn"].config == GATES["cartpole-c51"].config == TrainConfig()
     assert {name for name, gate in GATES.items() if gate.control} == {
