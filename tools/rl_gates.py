@@ -7,9 +7,10 @@ Every seed is a process of its own. Processes take turns on a GPU, so that sever
 NVIDIA's multi-process service runs (`nvidia-cuda-mps-control -d`).
 
 A seed passes a gate if a greedy evaluation reaches each of its marks in time; a gate is passed if enough of its seeds
-pass and, where it says so, the last evaluations of all seeds are good enough on average and at best. A control is a run that must not learn: it holds if its gate is not passed.
-Settings are those that CleanRL publishes for DQN and C51 (Huang et al. 2022), for LunarLander those of the RL
-Baselines3 Zoo (Raffin 2020). Needs NumPy, cuda-bindings, safetensors and Gymnasium.
+pass and, where it says so, the last evaluations of all seeds are good enough on average and at best. A control is a run
+that must not learn: it holds if its gate is not passed. Settings are those that CleanRL publishes for DQN and C51
+(Huang et al. 2022), for LunarLander those of the RL Baselines3 Zoo (Raffin 2020). Needs NumPy, cuda-bindings,
+safetensors and Gymnasium.
 
 Exit status: 0 if every gate is passed and every control holds, 1 if not, 2 if a seed could not be run.
 """

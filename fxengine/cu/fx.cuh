@@ -35,6 +35,7 @@ __device__ __forceinline__ const Record& fx_record(const Record* table, int coun
 #if FX_DEVICE
     const int lane = static_cast<int>(threadIdx.x & 31u);
     int begun = 0;  // records that begin at or before this block
+#pragma unroll 1  // code that is never run would still be fetched
     for (int base = 0; count > 1 && base < count; base += 32) {
         const bool mine = base + lane < count && block >= table[base + lane].first_tile;
         begun += __popc(__ballot_sync(0xffffffffu, mine));

@@ -129,6 +129,20 @@ __device__ __forceinline__ const Record& fx_linear_record(const Record* table, i
     }
 }
 
+// The corner of a block's tile, on demand: kept through a large product it would cost registers that the product needs,
+// so there it is worked out again.
+template <class T>
+struct LinearCornerAgain {
+    int columns, tile;
+    LinearCorner<T> kept;
+    __device__ __forceinline__ LinearCornerAgain(int columns_, int tile_)
+        : columns(columns_), tile(tile_), kept(columns_, tile_) {}
+    __device__ __forceinline__ LinearCorner<T> operator()() const {
+        if constexpr (T::SINGLE) return kept;
+        return LinearCorner<T>(columns, fx_linear_again(tile));
+    }
+};
+
 // The run of outputs of a thread where there is but one.
 template <class T>
 struct LinearRun {

@@ -37,9 +37,10 @@ __device__ __forceinline__ void fx_slope_run(float (&v)[W], const float (&x)[W])
 template <class T>
 __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, float* shared) {
     typename T::Sums sums = {};
+    const LinearCornerAgain<T> corner(r.k, tile);
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
         const int lddy = r.lddy[i];
-        const LinearCorner<T> at(r.k, fx_linear_again(tile));
+        const LinearCorner<T> at = corner();
         return LinearSource{{r.dy[i] + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
                             {r.w[i] + at.column, r.ldw[i], r.k - at.column},
                             r.n[i],
@@ -53,7 +54,7 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
         const int lane = static_cast<int>(threadIdx.x) & 31;  // each looks at one source's scale
         if (lane < r.sources) factor = r.scale[lane] ? *r.scale[lane] : 1.0f;
         if constexpr (T::SINGLE) {
-            const LinearCorner<T> at(r.k, tile);
+            const LinearCorner<T> at = corner();
             const LinearRun<T> run;
             const int row = at.row + run.row, column = at.column + run.column;
             fx_load(x, r.x + static_cast<long long>(row) * r.ldx + column, row < r.m ? r.k - column : 0,
@@ -62,8 +63,7 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     };
     T::template add<false, true, false>(sums, r.sources, source, shared, ready);
     const bool any = __any_sync(0xffffffffu, factor != 0.0f);
-    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
-    const LinearCorner<T> at(r.k, fx_linear_again(tile));
+    const LinearCorner<T> at = corner();
     const int m0 = at.row, k0 = at.column;
     const bool quads = fx_quads(r.dx, r.lddx);
     const bool quads_x = fx_quads(r.x, r.ldx);

@@ -34,8 +34,9 @@ __device__ __forceinline__ void fx_activate_run(float (&v)[W]) {
 template <class T>
 __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, int tile, float* shared) {
     typename T::Sums sums = {};
+    const LinearCornerAgain<T> corner(r.n, tile);
     const auto segment = [&](int i) {
-        const LinearCorner<T> at(r.n, fx_linear_again(tile));
+        const LinearCorner<T> at = corner();
         const int ldx = i ? r.ldx2 : r.ldx;
         const float* x = (i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
         const float* w = r.w + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     };
     float bias[T::WIDTH] = {};
     if constexpr (T::SINGLE) {
-        const LinearCorner<T> at(r.n, tile);
+        const LinearCorner<T> at = corner();
         const LinearRun<T> run;
         if (r.b) fx_load(bias, r.b + at.column + run.column, r.n - at.column - run.column, false);
     }
@@ -52,8 +53,7 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         fx_trigger();
     };
     T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared, ready);
-    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
-    const LinearCorner<T> at(r.n, fx_linear_again(tile));
+    const LinearCorner<T> at = corner();
     const int m0 = at.row, n0 = at.column;
     const bool quads = fx_quads(r.y, r.ldy);
     T::outputs(sums, shared, [&](int row, int column, auto& v) {

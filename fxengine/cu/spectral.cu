@@ -1,6 +1,5 @@
 // fx_spectral: one power iteration on w [rows, cols] (row-major, no gaps) and, if it is too long, its rescaling.
 //   u = normalize(w v)   v = normalize(w^T u)   sigma = u^T w v   w *= sn_max / sigma if sigma is finite and > sn_max
-//   target += tau (w - target), of the new w, where there is a target and tau is not 0 (fx_follow)
 //   normalize(x) = x / max(|x|, 1e-12). sigma is that of w before it is scaled. Nothing is written when skip is set.
 // One block of 512 threads per matrix, all matrices in one launch. Up to 128 x 288 elements stay in registers after one
 // reading; a larger w is read twice, a third time to scale it. Dot products in float, the norms in double, every sum in
@@ -15,8 +14,6 @@ struct Spectral {
     float* v;               // [cols], right singular vector; kept from step to step
     float* u;               // [rows], left singular vector
     float* sigma;           // one float
-    float* target;          // [rows, cols], the target network's copy of w, or null
-    const float* tau;       // signal
     const float* sn_max;    // signal
     const unsigned* skip;
     int rows;
@@ -102,13 +99,6 @@ __device__ __forceinline__ double spectral_columns(const Spectral& record, float
     return squares;
 }
 
-__device__ __forceinline__ void spectral_follow(const Spectral& record, float tau) {
-    const long long length = static_cast<long long>(record.rows) * record.cols;
-    for (long long i = static_cast<int>(threadIdx.x); i < length; i += SPECTRAL_THREADS) {
-        record.target[i] = fx_follow(record.target[i], record.w[i], tau);
-    }
-}
-
 __device__ __forceinline__ void spectral_scale(const Spectral& record, float factor) {
     const long long length = static_cast<long long>(record.rows) * record.cols;
     const long long thread = static_cast<int>(threadIdx.x);
@@ -157,10 +147,6 @@ __device__ __forceinline__ void spectral_large(const Spectral& record, float* pa
     const double limit = static_cast<double>(*record.sn_max);
     if (thread == 0) *record.sigma = static_cast<float>(sigma);
     if (fx_finite(sigma) && sigma > limit) spectral_scale(record, static_cast<float>(limit / sigma));
-    const float tau = record.target != nullptr ? *record.tau : 0.0f;
-    if (tau == 0.0f) return;
-    __syncthreads();
-    spectral_follow(record, tau);
 }
 
 // Sums over the warp of 8 values at once: lane l gets that of value l / 4. Each step of the first three halves the
@@ -204,7 +190,6 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
         for (int r = 0; r < SPECTRAL_KEPT; ++r) dot[r] += w[r][k] * x;
     }
     const double limit = static_cast<double>(*record.sn_max);
-    const float tau = record.target != nullptr ? *record.tau : 0.0f;
     if (*record.skip != 0) return;
     float u = spectral_sums(dot);  // of row lane / 4
     if (row0 + lane / 4 > last) u = 0.0f;
@@ -233,24 +218,15 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
     if (thread < cols) record.v[thread] = static_cast<float>(v * inverse);
     const double sigma = squares * inverse;
     if (thread == 0) *record.sigma = static_cast<float>(sigma);
-    const bool scaled = fx_finite(sigma) && sigma > limit;
-    if (!scaled && tau == 0.0f) return;
+    if (!fx_finite(sigma) || !(sigma > limit)) return;
     const float factor = static_cast<float>(limit / sigma);
 #pragma unroll
     for (int r = 0; r < SPECTRAL_KEPT; ++r) {
         if (row0 + r > last) break;
-        const int line = (row0 + r) * cols + lane;
-        float target[SPECTRAL_LANE] = {};
+        float* const line = record.w + (row0 + r) * cols + lane;
 #pragma unroll
         for (int k = 0; k < SPECTRAL_LANE; ++k) {
-            if (tau != 0.0f && 32 * k < left) target[k] = record.target[line + 32 * k];
-        }
-#pragma unroll
-        for (int k = 0; k < SPECTRAL_LANE; ++k) {
-            if (32 * k >= left) break;
-            const float x = scaled ? w[r][k] * factor : w[r][k];
-            if (scaled) record.w[line + 32 * k] = x;
-            if (tau != 0.0f) record.target[line + 32 * k] = fx_follow(target[k], x, tau);
+            if (32 * k < left) line[32 * k] = w[r][k] * factor;
         }
     }
 }

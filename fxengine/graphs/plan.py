@@ -25,7 +25,7 @@ from fxengine.driver import (
 from fxengine.driver.errors import ClosedError
 from fxengine.graphs.fusion import Fusion, fused_kernel, fused_shared, fused_source
 from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor, Value, entries
-from fxengine.graphs.schedule import Node, may_begin_early, schedule
+from fxengine.graphs.schedule import Node, schedule
 from fxengine.graphs.stepgraph import StepGraph
 
 _ALIGNMENT = 256
@@ -159,13 +159,12 @@ class Plan:
         for i in indices:
             step = self._steps[i]
             kernel = step.kernel is not None
-            behind = [d for d in step.node.after if d in captured]
-            depends = [captured[d] for d in behind] or tail
-            overlaps = kernel and bool(depends) and all(is_kernel for _, is_kernel in depends)
-            if behind:
-                overlaps = overlaps and all(may_begin_early(step.node, self._steps[d].node) for d in behind)
-            else:  # the tail may be of another plan, and write what is read early
-                overlaps = overlaps and not any(record.early for record in step.node.records)
+            depends: Sequence[tuple[Any, bool]] = [captured[d] for d in step.node.after if d in captured]
+            overlaps = step.node.overlaps and bool(depends)
+            if not depends:  # the tail may be of another plan, and write what is read early
+                depends = tail
+                early = any(record.early for record in step.node.records)
+                overlaps = kernel and bool(tail) and not early and all(is_kernel for _, is_kernel in tail)
             recording.set_dependencies([node for node, _ in depends], programmatic=overlaps)
             self._issue(step, stream, pdl=overlaps)
             captured[i] = recording.last_node(), kernel

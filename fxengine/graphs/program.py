@@ -166,6 +166,7 @@ class Family:
         alone: never share a launch with another family: this one waits for something slow.
         early: fields of the record whose tensors the kernel reads before it waits for its predecessors (weights, which
             are seldom new). The planner lets it begin early only where no direct predecessor writes them.
+        whole: a block takes up most of a multiprocessor (shared memory, registers).
     """
 
     name: str
@@ -177,6 +178,7 @@ class Family:
     shared: int = 0
     alone: bool = False
     early: tuple[str, ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)

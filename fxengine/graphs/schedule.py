@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxengine.graphs.program import ZEROED, Family, Launch, Program, Region
+
+#: Levels by which a path must be shorter than the longest one for its nodes to have time.
+_TIME = 2
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,28 @@ class Node:
         parts: the records of the launch, by family; none for the memset that clears the zeroed arena.
         level: longest path from a root, in nodes; roots are level 0.
         after: indices of the nodes it directly depends on (transitively reduced).
+        overlaps: whether it may begin while those still run.
     """
 
     parts: tuple[Part, ...]
     level: int
     after: tuple[int, ...]
+    overlaps: bool = False
 
     @property
     def records(self) -> tuple[Launch, ...]:
         """All records of the launch."""
         return tuple(record for part in self.parts for record in part.records)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return sum(part.blocks for part in self.parts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has blocks that need a whole multiprocessor."""
+        return any(part.family.whole for part in self.parts)
 
     @property
     def name(self) -> str:
@@ -97,15 +112,44 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     for n, launch in enumerate(launches, start=first):
         level = 1 + max((nodes[d].level for d in reduced[n]), default=-1)
         nodes.append(Node(tuple(part for part, _ in launch), level, tuple(sorted(reduced[n]))))
-    return tuple(nodes)
+    overlap = _overlap(nodes, program.target.sm_count)
+    return tuple(replace(node, overlaps=early) for node, early in zip(nodes, overlap, strict=True))
 
 
-def may_begin_early(node: Node, behind: Node) -> bool:
-    """Whether a node may begin while one that it follows still runs, up to the point where it waits for that one.
+def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
+    """Which nodes may begin while those that they follow still run: they prepare what they can, then wait for them.
 
-    Both are kernels. What comes further before it has finished by then: a kernel lets its followers begin only after it
-    has waited itself.
+    A kernel lets its followers begin only after it has waited itself; so whatever comes further before them has
+    finished by then, and only what a direct predecessor writes must not be read early. The other conditions are about
+    places on the multiprocessors, which a waiting block holds as a running one does:
+
+    - Nodes that have time (longest paths through them are at least `_TIME` nodes shorter than the longest of all) leave
+      the places to those that have not.
+    - Nodes that get ready together with one whose blocks need a whole multiprocessor leave it its places.
+    - Such a node in turn does not wait in the way of a predecessor that fills the device.
     """
+    height = [0] * len(nodes)
+    for i in reversed(range(len(nodes))):
+        for d in nodes[i].after:
+            height[d] = max(height[d], height[i] + 1)
+    longest = depth(nodes) - 1
+    crowded = {node.level for node in nodes if node.whole}
+
+    def overlaps(i: int) -> bool:
+        node, behind = nodes[i], [nodes[d] for d in nodes[i].after]
+        if not node.parts or not all(other.parts and _may_precede(node, other) for other in behind):
+            return False
+        if longest - node.level - height[i] >= _TIME:
+            return False
+        if node.whole:
+            return all(other.blocks <= sm_count for other in behind)
+        return node.level not in crowded
+
+    return [overlaps(i) for i in range(len(nodes))]
+
+
+def _may_precede(node: Node, behind: Node) -> bool:
+    """Whether a node reads nothing early that one behind which it comes writes."""
     early = [tensor.region() for record in node.records for tensor in record.early]
     written = [tensor.region() for record in behind.records for tensor in record.writes]
     return not any(region.overlaps(other) for region in early for other in written)

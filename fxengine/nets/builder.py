@@ -22,7 +22,7 @@ from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
 from fxengine.train.optimizer import Guard, optimize
 from fxengine.train.oracles import oracles
 from fxengine.train.spectral import spectral_norm
-from fxengine.train.targets import TargetGroup
+from fxengine.train.targets import TargetGroup, polyak
 
 if TYPE_CHECKING:
     from fxengine.rl.replay import Replay
@@ -295,11 +295,7 @@ class StepBuilder:
             mirrored=[self.signals.slot(name).index for name in self._mirrored],
             ring=ring,
             head=head,
-            after=[
-                *(g.params for g in self.groups),
-                *(t.values for t in self.target_groups),
-                *(self.sampling.drawn if self.sampling is not None else ()),
-            ],
+            after=self.sampling.drawn if self.sampling is not None else (),
         )
 
     def _begin(self) -> None:
@@ -335,11 +331,11 @@ class StepBuilder:
     def _optimize(self) -> Guard:
         """Norms, clip, Adam and most targets, then what follows from the new parameters: spectral norm, oracles.
 
-        Targets of matrices whose spectral norm is limited move with that.
+        Targets of matrices whose spectral norm is limited come behind that, beside the oracles and the end of the step.
         """
         program, groups = self.program, self.groups
         norms = {group.name: self.report(f"grad_norm.{group.name}") for group in groups}
-        copies = self.target_parameters
+        later = [name for name in self._spectral if name in self.target_parameters]
         guard = optimize(
             program,
             groups,
@@ -347,7 +343,7 @@ class StepBuilder:
             counters=self.counters,
             norms=norms,
             targets=self.target_groups,
-            later=[name for name in self._spectral if name in copies],
+            later=later,
         )
         for name in self._spectral:
             short = name.removeprefix("w_")
@@ -355,18 +351,10 @@ class StepBuilder:
             v = program.tensor(f"sn_v_{short}", (w.shape[1],), arena="spectral")
             self.persistent[f"sn_v_{short}"] = self.spectral_vectors[f"sn_v_{short}"] = v
             sigma = self.report(f"sigma_{short}")
-            spectral_norm(
-                program,
-                w,
-                v,
-                sigma,
-                signal=self.signal,
-                guard=guard,
-                target=copies.get(name),
-                label=f"spectral.{short}",
-            )
+            spectral_norm(program, w, v, sigma, signal=self.signal, guard=guard, label=f"spectral.{short}")
         if self.oracle_every:
             self.mirror(f"bound.{family}.{group.name}" for group in groups for family in BOUND_FAMILIES)
             if self.with_oracles:
                 oracles(program, groups, signal=self.signal, counters=self.counters, guard=guard, every=1)
+        polyak(program, self.target_groups, signal=self.signal, guard=guard, only=later)
         return guard

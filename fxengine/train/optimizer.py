@@ -83,7 +83,7 @@ def optimize(
         norms: float32 [1] by group name, receives the gradient norm before clipping.
         targets: target copies, moved by polyak_tau towards the new parameters.
         later: names of parameters whose targets stay where they are: something will change the parameters again, and
-            it takes the targets along.
+            `polyak` comes behind it.
 
     Raises:
         ValueError: no group, an index that two groups share or that is outside 0..63, targets of a group that is not

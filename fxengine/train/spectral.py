@@ -17,7 +17,7 @@ from fxengine.graphs import Family, Program, Tensor
 if TYPE_CHECKING:
     from fxengine.train.optimizer import Guard, SignalLookup
 
-SPECTRAL = Family("spectral", "spectral.cu", "fx_spectral", "Spectral", tiles=lambda fields: 1)
+SPECTRAL = Family("spectral", "spectral.cu", "fx_spectral", "Spectral", tiles=lambda fields: 1, whole=True)
 
 
 def spectral_norm(
@@ -28,13 +28,9 @@ def spectral_norm(
     *,
     signal: SignalLookup,
     guard: Guard,
-    target: Tensor | None = None,
     label: str,
 ) -> None:
     """Append, in place: v moves on by one power iteration, and w is scaled to `sn_max` where sigma exceeds it.
-
-    The target network's copy follows the w that results: target += polyak_tau (w - target), bit for bit equal to w with
-    a polyak_tau of 1 and left alone with 0.
 
     To come after `optimize`; the records of all matrices then share one launch. Nothing is written, bit for bit, while
     the guard's flag is set. A zero w or v leaves v zero and sigma 0 for good: v must not start as zeros. A w that is
@@ -45,9 +41,8 @@ def spectral_norm(
         w: float32 [rows, cols] without gaps.
         v: float32 [cols], kept from step to step (state of a run, like the moments).
         sigma: float32 [1], receives u·w·v of w before it is scaled.
-        signal: must know `sn_max`, and `polyak_tau` if there is a target.
+        signal: must know `sn_max`.
         guard: what `optimize` returned.
-        target: float32 [rows, cols] without gaps, or None.
         label: shown in tables.
 
     Raises:
@@ -60,11 +55,8 @@ def spectral_norm(
         raise ValueError(f"'{label}': v must be float32 ({cols},) for w {w.shape}, got {v.dtype} {v.shape}")
     if sigma.dtype != np.float32 or sigma.size != 1:
         raise ValueError(f"'{label}': sigma must be float32 (1,), got {sigma.dtype} {sigma.shape}")
-    if target is not None and (target.dtype != w.dtype or target.shape != w.shape or not target.contiguous):
-        raise ValueError(f"'{label}': target must be float32 {w.shape} without gaps, got {target.dtype} {target.shape}")
     u = program.tensor(f"{label}.u", (rows,))
     limit = signal("sn_max")
-    tau = signal("polyak_tau") if target is not None else None
     program.launch(
         SPECTRAL,
         {
@@ -72,15 +64,13 @@ def spectral_norm(
             "v": v,
             "u": u,
             "sigma": sigma,
-            "target": target or 0,
-            "tau": tau or 0,
             "sn_max": limit,
             "skip": guard.skip,
             "rows": rows,
             "cols": cols,
         },
-        reads=[w, v, limit, guard.skip, target, tau],
-        writes=[w, v, u, sigma, target],
+        reads=[w, v, limit, guard.skip],
+        writes=[w, v, u, sigma],
         label=label,
     )
 

@@ -30,7 +30,7 @@ def test_the_full_model(cli: Callable[..., Run], device: Device) -> None:
     assert 0 < census["depth"] <= 45
     assert census["nodes"]["memset"] == 1
     assert sum(census["nodes"].values()) <= 120
-    assert {"attention_forward", "c51", "iqn_loss", "gate", "spectral"} <= set(census["launches"])
+    assert {"attention_forward", "c51", "iqn_loss", "gate", "polyak", "spectral"} <= set(census["launches"])
     assert census["bytes"]["params"] >= 4 * 672_082, "the sizes of the specification"
 
 

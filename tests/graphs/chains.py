@@ -19,6 +19,7 @@ OTHER = replace(CHAIN, name="other", kernel="fx_other")
 OVERRUN = replace(CHAIN, name="overrun", kernel="fx_overrun")
 LATE = replace(CHAIN, name="late", late=True)
 EARLY = replace(CHAIN, name="early", early=("a",))
+WHOLE = replace(CHAIN, name="whole", whole=True)
 
 
 def chain(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +11,8 @@ from hypothesis import strategies as st
 
 from fxengine.driver import Target
 from fxengine.graphs import ZEROED, Program, ProgramError, Tensor, depth, schedule
-from fxengine.graphs.schedule import may_begin_early
 
-from .chains import CHAIN, EARLY, LATE, OTHER, chain
+from .chains import CHAIN, EARLY, LATE, OTHER, WHOLE, chain
 
 
 @pytest.fixture
@@ -67,19 +68,41 @@ def test_disjoint_columns_and_rows_of_one_matrix_are_independent(program: Progra
     assert a.region().overlaps(a.region())
 
 
-def test_a_node_does_not_overtake_who_writes_what_it_reads_early(program: Program) -> None:
+def test_a_node_does_not_begin_before_who_writes_what_it_reads_early(program: Program) -> None:
     a, x, y, z = vectors(program, "axyz")
     chain(program, x, y, a)
-    chain(program, y, z, a, family=EARLY)  # waits before it reads y, but not before a
-    first, second = schedule(program)
-    assert may_begin_early(second, first)
-
+    chain(program, y, z, a, family=EARLY)  # waits before it reads y, but not before it reads a
     chain(program, z, a.rows(2, 3), x.rows(0, 1), family=OTHER)
     chain(program, x, y, a, family=EARLY)
-    writer, reader = schedule(program)[-2:]
-    assert reader.after and writer.name == "other"
-    assert not may_begin_early(reader, writer)
-    assert may_begin_early(writer, second)
+    nodes = schedule(program)
+    assert [n.name for n in nodes] == ["chain", "early", "other", "early"]
+    assert [n.overlaps for n in nodes] == [True, True, True, False]
+
+
+def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> None:
+    a, *rest = vectors(program, "abcdefgh")
+    for x, y in itertools.pairwise(rest[:5]):
+        chain(program, x, y, a)
+    chain(program, rest[1], rest[5], a, family=OTHER)  # ready with the second of four, and nobody waits for it
+    chain(program, rest[2], rest[6], a, family=OTHER)  # one level less
+    nodes = schedule(program)
+    assert {n.label: n.overlaps for n in nodes if n.name == "other"} == {"c->g": False, "d->h": True}
+    assert all(n.overlaps for n in nodes if n.name == "chain")
+
+
+def test_whole_multiprocessors_are_left_to_who_needs_them(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz", 4 * 256)
+    chain(program, a, x, a)
+    chain(program, x, y, a, family=WHOLE)
+    chain(program, x, z, a)  # ready together with it
+    nodes = schedule(program)
+    assert [(n.name, n.overlaps) for n in nodes] == [("chain", True), ("whole", True), ("chain", False)]
+
+    wide = Program(Target.of("sm_90"))
+    a, x, y = vectors(wide, "axy", (wide.target.sm_count + 1) * 256)
+    chain(wide, a, x, a)
+    chain(wide, x, y, a, family=WHOLE)
+    assert [n.overlaps for n in schedule(wide)] == [True, False]
 
 
 @given(st.data())

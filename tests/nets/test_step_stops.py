@@ -150,9 +150,9 @@ def test_no_backward_record_reads_the_targets(config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_targets_are_written_with_the_parameters_or_behind_their_spectral_norm(config: str) -> None:
     records = [r for r in declared(config).program.launches if any(t.name.startswith("targets.") for t in r.writes)]
-    assert {r.family.name for r in records} == {"adam", "spectral"}
-    late = {r.label for r in records if r.family.name == "spectral"}
-    assert late == {f"spectral.b{d}fc" for d in range(len(CONFIGS[config].branches))}
+    assert {r.family.name for r in records} == {"adam", "polyak"}
+    late = {r.label for r in records if r.family.name == "polyak"}
+    assert late == {f"polyak.w_b{d}fc" for d in range(len(CONFIGS[config].branches))}
 
 
 @pytest.mark.parametrize("config", [n for n, c in CONFIGS.items() if c.aux_h])

@@ -109,7 +109,7 @@ def living(batch: Tree) -> NDArray[Any]:
 
 def losses(agent: PerceptronAgent, p: Tree, target: Tree, batch: Tree) -> Result:
     """Losses and gradient of a batch."""
-    outcome = {name: batch[name] for name in ("actions", "reward", "discount", "weight")}
+    outcome: dict[str, Any] = {name: batch[name] for name in ("actions", "reward", "discount", "weight")}
     h, after, grads = features(agent, p, batch["state"]), living(batch), dict[str, NDArray[Any]]()
     if isinstance(agent, IqnAgent):
         ahead = features(agent, target, after)[-1]

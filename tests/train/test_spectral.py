@@ -15,7 +15,6 @@ from fxengine.graphs import Plan, Program
 from fxengine.train.groups import ParamGroup, ParamSpec
 from fxengine.train.optimizer import Guard
 from fxengine.train.spectral import reference_spectral_norm, spectral_norm
-from fxengine.train.targets import TargetGroup, reference_polyak
 from tests.reference import optimizer as step_reference
 from tests.support import assert_close
 
@@ -23,17 +22,9 @@ Matrix = tuple[np.ndarray, np.ndarray]
 
 
 class Case:
-    """Spectral norm of some matrices, all of them tensors of one group; with a tau their targets follow them."""
+    """Spectral norm of some matrices, all of them tensors of one group."""
 
-    def __init__(
-        self,
-        device: Device,
-        matrices: Sequence[Matrix],
-        *,
-        sn_max: float = 3.0,
-        tau: float | None = None,
-        skip: int = 0,
-    ) -> None:
+    def __init__(self, device: Device, matrices: Sequence[Matrix], *, sn_max: float = 3.0, skip: int = 0) -> None:
         program = Program(device.target)
         limit = program.tensor("sn_max", (1,), data=np.array([sn_max], np.float32))
         self.skip = program.tensor("skip", (1,), np.uint32, data=np.array([skip], np.uint32))
@@ -42,24 +33,12 @@ class Case:
         self.group = ParamGroup(
             program, "branches", 2, [ParamSpec(f"w{i}", np.shape(w)) for i, (w, _) in enumerate(matrices)]
         )
-        signals = {"sn_max": limit}
-        self.targets = None
-        if tau is not None:
-            signals["polyak_tau"] = program.tensor("tau", (1,), data=np.array([tau], np.float32))
-            self.targets = TargetGroup(program, self.group)
         self.v, self.sigma = [], []
         for i, (p, (_, v)) in enumerate(zip(self.group.parameters, matrices, strict=True)):
             self.v.append(program.tensor(f"v{i}", v.shape, arena="sn_v", data=v.astype(np.float32)))
             self.sigma.append(program.tensor(f"sigma{i}", (1,), data=np.array([-7], np.float32)))
             spectral_norm(
-                program,
-                p.value,
-                self.v[-1],
-                self.sigma[-1],
-                signal=signals.__getitem__,
-                guard=guard,
-                target=self.targets[p.name] if self.targets is not None else None,
-                label=f"sn{i}",
+                program, p.value, self.v[-1], self.sigma[-1], signal=lambda name: limit, guard=guard, label=f"sn{i}"
             )
         self.plan = Plan(program, device, guard=True)
         self.stream = device.stream()
@@ -67,8 +46,6 @@ class Case:
         for p, (w, _) in zip(self.group.parameters, matrices, strict=True):
             whole[p.offset : p.offset + w.size] = w.ravel()
         self.plan.buffer(self.group.params).write(whole)
-        if self.targets is not None:
-            self.plan.buffer(self.targets.values).write(np.arange(whole.size, dtype=np.float32) / whole.size)
 
     def run(self, times: int = 1) -> None:
         for _ in range(times):
@@ -84,12 +61,8 @@ class Case:
             float(self.plan.buffer(self.sigma[i]).read()[0]),
         )
 
-    def target(self, i: int) -> np.ndarray:
-        assert self.targets is not None
-        return self.plan.buffer(self.targets[self.group.parameters[i].name]).read()
-
     def bits(self) -> list[bytes]:
-        tensors = [self.group.params, *self.v, *self.sigma, *([self.targets.values] if self.targets else [])]
+        tensors = [self.group.params, *self.v, *self.sigma]
         return [self.plan.buffer(t).read().tobytes() for t in tensors]
 
     def __enter__(self) -> Case:
@@ -148,46 +121,6 @@ def test_a_large_matrix(device: Device) -> None:
     with Case(device, [matrix]) as case:
         case.run()
         _check(case, 0, matrix, 3.0)
-
-
-# A small and a large matrix, each below and above the limit.
-FOLLOWED = [_matrix(21, 128, 259, 9.0), _matrix(22, 7, 33, 0.1), _matrix(23, 130, 300, 9.0), _matrix(24, 3, 600, 0.1)]
-
-
-@pytest.mark.parametrize("tau", [0.005, 0.4])
-def test_targets_follow_what_is_left_of_the_matrix(device: Device, tau: float) -> None:
-    with Case(device, FOLLOWED, tau=tau) as case:
-        assert [n.name for n in case.plan.nodes] == ["spectral"]
-        for _ in range(2):
-            before = [case.target(i) for i in range(len(FOLLOWED))]
-            case.run()
-            for i, old in enumerate(before):
-                w = case.result(i)[0]
-                expected = reference_polyak(old, w, float(np.float32(tau)))
-                assert_close(case.target(i), expected, factor=2, atol=1e-6)
-        for i, matrix in enumerate(FOLLOWED):
-            assert (np.abs(case.result(i)[0] - matrix[0]).max() > 0.01) == (i % 2 == 0)  # scaled, or as it was
-
-
-@pytest.mark.parametrize("skip", [0, 1])
-def test_a_tau_of_one_copies_every_bit(device: Device, skip: int) -> None:
-    matrices = [*FOLLOWED, _matrix(25, 5, 9)]
-    matrices[-1][0][2, 3:6] = np.nan, -np.inf, -0.0  # not scaled, but copied
-    with Case(device, matrices, tau=1.0, skip=skip) as case:
-        before = [case.target(i) for i in range(len(matrices))]
-        case.run()
-        for i, old in enumerate(before):
-            expected = old if skip else case.result(i)[0]
-            assert case.target(i).tobytes() == expected.tobytes()
-
-
-def test_no_tau_leaves_the_targets_alone(device: Device) -> None:
-    with Case(device, FOLLOWED, tau=0.0) as case:
-        before = [case.target(i).tobytes() for i in range(len(FOLLOWED))]
-        case.run()
-        assert [case.target(i).tobytes() for i in range(len(FOLLOWED))] == before
-        for i, m in enumerate(FOLLOWED):
-            _check(case, i, m, 3.0)
 
 
 def test_agrees_with_the_reference_of_the_step() -> None:
@@ -280,7 +213,7 @@ def test_same_bits_in_every_order_and_in_a_graph(device: Device) -> None:
     matrices = [_matrix(11, 130, 290, 9.0), _matrix(12, 7, 300, 9.0)]
 
     def bits(on: Device, captured: bool = False) -> list[bytes]:
-        with Case(on, matrices, tau=0.01) as case:
+        with Case(on, matrices) as case:
             if captured:
                 with case.plan.capture(stream=case.stream) as graph:
                     graph.launch(stream=case.stream)
@@ -309,7 +242,6 @@ def test_arguments_are_checked(device: Device) -> None:
         ({"v": program.tensor("v5", (5,))}, r"\(6,\) for w \(4, 6\)"),
         ({"v": program.tensor("v64", (6,), np.float64)}, "float64"),
         ({"sigma": v}, r"sigma must be float32 \(1,\)"),
-        ({"target": wide}, r"target must be float32 \(4, 6\)"),
     ]
     for change, message in bad:
         with pytest.raises(ValueError, match=message):
