@@ -47,14 +47,28 @@ __device__ __forceinline__ void gather_signals(const Gather& record) {
     }
 }
 
+// A thread has all of its loads under way before it stores: rows picked at random come from far away.
 template <class Word>
 __device__ __forceinline__ void gather_copy(const Gather& record, const u64* picked, int first, int rows) {
+    constexpr unsigned BATCH = 8;
     const unsigned width = static_cast<unsigned>(record.words) / (sizeof(Word) / sizeof(unsigned));
-    for (unsigned i = threadIdx.x; i < width * static_cast<unsigned>(rows); i += 256) {
-        const unsigned row = i / width, column = i - row * width;
-        const unsigned* source = record.source + picked[row] * static_cast<u64>(record.source_stride);
-        unsigned* target = record.target + static_cast<long long>(first + row) * record.target_stride;
-        reinterpret_cast<Word*>(target)[column] = reinterpret_cast<const Word*>(source)[column];
+    const unsigned all = width * static_cast<unsigned>(rows);
+    for (unsigned base = threadIdx.x; base < all; base += 256 * BATCH) {
+        Word words[BATCH];
+#pragma unroll
+        for (unsigned j = 0; j < BATCH; ++j) {
+            const unsigned i = base + 256 * j, row = i / width;
+            if (i >= all) break;
+            const unsigned* source = record.source + picked[row] * static_cast<u64>(record.source_stride);
+            words[j] = reinterpret_cast<const Word*>(source)[i - row * width];
+        }
+#pragma unroll
+        for (unsigned j = 0; j < BATCH; ++j) {
+            const unsigned i = base + 256 * j, row = i / width;
+            if (i >= all) break;
+            unsigned* target = record.target + static_cast<long long>(first + row) * record.target_stride;
+            reinterpret_cast<Word*>(target)[i - row * width] = words[j];
+        }
     }
 }
 

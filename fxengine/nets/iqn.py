@@ -104,7 +104,8 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
     weights = iqn_fused.Weights(*(p.weight(f"{kind}_{layer}") for layer in ("phi", "iq1", "iq2") for kind in "wb"))
     hidden = p.tensor("iq1", tau.size, net.sizes.width) if p.trained else None
     theta = p.tensor("theta", tau.size, net.sizes.outputs)
-    share = tau.shape[1] / (net.quantiles + net.others)  # of the device: in proportion to the rows
+    beside = iqn_fused.share_beside(p.program.target, h.shape[0])
+    share = beside * tau.shape[1] / (net.quantiles + net.others)  # of the two networks, in proportion to the rows
     iqn_fused.forward(p.program, tau, h, weights, theta, hidden=hidden, share=share, label=f"{theta.name}.fwd")
     if hidden is None:
         return theta
@@ -134,6 +135,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         dh, accumulate = gradients.contribute(h) if p.tape.tracked(h) else (None, False)
         weight, readiness = scale or (None, None)
         activation = p.tape.activation(h) if dh else "none"
+        share = 1.0
         if dh and weight and readiness and wanted and _apart(p, net, h):
             iqn_fused.state_gradient(
                 p.program,
@@ -150,6 +152,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
                 name=f"{gradients.prefix}iqn.bwd.dh2",
             )
             dh, weight, readiness, activation, accumulate = None, None, None, "none", False
+            share = beside
         iqn_fused.backward(
             p.program,
             dtheta,
@@ -164,6 +167,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
             accumulate=accumulate,
             gradients=wanted,
             accumulate_gradients=accumulate_gradients,
+            share=share,
             name=f"{gradients.prefix}iqn.bwd",
         )
 

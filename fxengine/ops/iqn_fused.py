@@ -50,9 +50,11 @@ _STATE_COLUMNS = 128
 _STATE_ROWS = 32
 
 # Samples per multiprocessor up to which the gradient of h2 is made apart: beyond, the products that both launches make
-# cost more than the wait for the weight gradients (on an H200 132 instead of 151 us at batch 64, 250 instead of 241 at
-# 256).
-_APART_SAMPLES = 1
+# cost more than the wait for the weight gradients.
+_APART_SAMPLES = 2
+# Samples per multiprocessor up to which launches that nobody waits for yet leave half of the multiprocessors to others:
+# beyond, the step is made of such launches.
+_BESIDE_SAMPLES = 8
 
 # Shared memory that the kernels declare themselves.
 _STATIC = 256
@@ -170,6 +172,11 @@ def apart(target: Target, samples: int) -> bool:
     return samples <= _APART_SAMPLES * target.sm_count
 
 
+def share_beside(target: Target, samples: int) -> float:
+    """Part of the device for launches that have time: the forward pass, and weight gradients apart from that of h2."""
+    return 0.5 if samples <= _BESIDE_SAMPLES * target.sm_count else 1.0
+
+
 def forward(
     program: Program,
     tau: Tensor,
@@ -242,6 +249,7 @@ def backward(
     accumulate: bool = False,
     gradients: WeightGradients | None = None,
     accumulate_gradients: bool = False,
+    share: float = 1.0,
     name: str,
 ) -> None:
     """Append the gradients of `forward`, but for those of w_iq2 and b_iq2 (`linear.backward_dw` of dtheta and hidden).
@@ -262,6 +270,7 @@ def backward(
         accumulate: add to dh2 instead of overwriting it.
         gradients: where the gradients of the parameters go, at full scale; None: not wanted.
         accumulate_gradients: add to them instead of overwriting them.
+        share: part of the device's multiprocessors to work on.
         name: label, and beginning of the tensor declared here, `<name>.partial`.
 
     Raises:
@@ -285,7 +294,7 @@ def backward(
     columns = backward_columns(program.target, program.precision, sizes, quantiles)
     _require_served(columns > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
     parts = -(-sizes.features // columns)
-    slices = max(1, min(-(-rows // _TILE_ROWS[columns]), program.target.sm_count // parts))
+    slices = max(1, min(-(-rows // _TILE_ROWS[columns]), int(program.target.sm_count * share) // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
     partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
     program.launch(

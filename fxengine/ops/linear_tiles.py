@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _SLICES = (1, 2, 4, 8, 16, 32, 64)
 _SLICE_ROWS = 256
 
+# A layer is given one over so many of the device: it shares it with others of its level.
+_SIBLINGS = 2
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -78,7 +81,7 @@ def choose_tile(target: Target, rows: int, columns: int, depth: int, *, precisio
     A pure function of its arguments.
     """
     tiles = TILES[precision]
-    return min(tiles, key=lambda name: _cost(target, tiles[name], rows, (columns,), depth))
+    return min(tiles, key=lambda name: _cost(target, tiles[name], rows, (columns,), depth, share=_SIBLINGS))
 
 
 def choose_dw(

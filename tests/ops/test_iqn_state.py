@@ -237,7 +237,8 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_fused.fits_state(old, "bf16", USUAL)
     assert not iqn_fused.fits_state(hopper, "tf32", iqn_fused.Sizes(65, 256, 128, 12))
     assert not iqn_fused.fits_state(hopper, "tf32", iqn_fused.Sizes(64, 256, 129, 12))
-    assert iqn_fused.apart(hopper, 64) and not iqn_fused.apart(hopper, 256)
+    assert iqn_fused.apart(hopper, 256) and not iqn_fused.apart(hopper, 1024)
+    assert [iqn_fused.share_beside(hopper, n) for n in (64, 1024, 4096)] == [0.5, 0.5, 1.0]
     assert not iqn_fused.apart(Target.of("sim"), 256)
 
 
@@ -261,8 +262,6 @@ def test_a_step_as_with_one_launch_for_all_gradients(
     together, others = whole_step(device, precision)
     assert not [name for name in others if name.startswith("iqn_state")]
     for name, expected in together.items():
-        if any(layer in name for layer in ("_phi", "_iq1", "_iq2")):
-            np.testing.assert_array_equal(apart[name], expected, name)
         close(apart[name], expected, precision, name)
 
 
