@@ -125,15 +125,13 @@ def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
 
     - Nodes that have time (longest paths through them are at least `_TIME` nodes shorter than the longest of all) leave
       the places to those that have not.
-    - Nodes that get ready together with one whose blocks need a whole multiprocessor leave it its places.
-    - Such a node in turn does not wait in the way of a predecessor that fills the device.
+    - A node whose blocks need a whole multiprocessor does not wait in the way of a predecessor that fills the device.
     """
     height = [0] * len(nodes)
     for i in reversed(range(len(nodes))):
         for d in nodes[i].after:
             height[d] = max(height[d], height[i] + 1)
     longest = depth(nodes) - 1
-    crowded = {node.level for node in nodes if node.whole}
 
     def overlaps(i: int) -> bool:
         node, behind = nodes[i], [nodes[d] for d in nodes[i].after]
@@ -141,9 +139,7 @@ def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
             return False
         if longest - node.level - height[i] >= _TIME:
             return False
-        if node.whole:
-            return all(other.blocks <= sm_count for other in behind)
-        return node.level not in crowded
+        return not node.whole or all(other.blocks <= sm_count for other in behind)
 
     return [overlaps(i) for i in range(len(nodes))]
 

@@ -90,19 +90,15 @@ def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> No
     assert all(n.overlaps for n in nodes if n.name == "chain")
 
 
-def test_whole_multiprocessors_are_left_to_who_needs_them(program: Program) -> None:
-    a, x, y, z = vectors(program, "axyz", 4 * 256)
+@pytest.mark.parametrize(("blocks", "overlaps"), [(132, True), (133, False)])
+def test_whole_multiprocessors_are_not_held_before_a_launch_that_needs_all(
+    program: Program, blocks: int, overlaps: bool
+) -> None:
+    assert program.target.sm_count == 132
+    a, x, y = vectors(program, "axy", blocks * 256)
     chain(program, a, x, a)
     chain(program, x, y, a, family=WHOLE)
-    chain(program, x, z, a)  # ready together with it
-    nodes = schedule(program)
-    assert [(n.name, n.overlaps) for n in nodes] == [("chain", True), ("whole", True), ("chain", False)]
-
-    wide = Program(Target.of("sm_90"))
-    a, x, y = vectors(wide, "axy", (wide.target.sm_count + 1) * 256)
-    chain(wide, a, x, a)
-    chain(wide, x, y, a, family=WHOLE)
-    assert [n.overlaps for n in schedule(wide)] == [True, False]
+    assert [n.overlaps for n in schedule(program)] == [True, overlaps]
 
 
 @given(st.data())
