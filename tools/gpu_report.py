@@ -1,4 +1,4 @@
-"""Run the tests and the benchmark on a GPU and write down what came of it, with a digest of the sources.
+"""Run the benchmark and the tests on a GPU and write down what came of it, with a digest of the sources.
 
     python tools/gpu_report.py                 # on a machine with a GPU: writes reports/h200.json
     python tools/gpu_report.py --check         # anywhere: warns if that report is not about these sources
@@ -169,15 +169,16 @@ def _make(options: argparse.Namespace, output: Path) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
+    # The benchmark first: right after the tests, with their many processes, the host's times are not those of a quiet
+    # machine. Written twice: tests that are stopped must not take its results with them.
+    with Device.open(options.device) as device:
+        rows = bench(device, options.model, options.batch, precision=options.precision)
+    _write(output, build_report(digest, place, None, rows, peers))
     tests, status = None, 0
     if not options.skip_tests:
         simulated = place["device"]["kind"] == "sim"
         markers = "" if options.sim else "not gpu" if simulated else "not sim"
         tests, status = run_tests(markers, options.pytest)
-    # Written twice: a benchmark that fails must not take the results of the tests with it.
-    _write(output, build_report(digest, place, tests, []))
-    with Device.open(options.device) as device:
-        rows = bench(device, options.model, options.batch, precision=options.precision)
     if source_digest() != digest:
         raise RuntimeError("the sources changed while they were measured; run again")
     report = build_report(digest, place, tests, rows, peers)

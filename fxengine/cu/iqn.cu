@@ -294,7 +294,7 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
     return weight * fx_warp_sum(loss);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_iqn_loss(const IqnLoss* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_iqn_loss(const IqnLoss* table, int count) {
     __shared__ float goals[8][iqn_goals];
     __shared__ double losses[8];
     __shared__ IqnLoss place;

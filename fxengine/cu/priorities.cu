@@ -79,7 +79,7 @@ __device__ __forceinline__ double priority_sum(float4 quad) {
 }
 
 
-extern "C" __global__ void __launch_bounds__(256) fx_priority_sample(const PrioritySample* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 2) fx_priority_sample(const PrioritySample* table, int count) {
     __shared__ double shares[256];
     __shared__ double scratch[8];
     int tile;
