@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -118,15 +118,29 @@ def run_peer(
 
 def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: float | None) -> int | None:
     """Exit status of a process; None: it was stopped at the limit, with all that it started."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    process = start_group(command, environment)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        stop_group(process)
+
+
+def start_group(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that leads a group of its own, so that it can be stopped with all that it starts."""
+    return subprocess.Popen(
+        command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+    )
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def peers_of(rows: Sequence[Mapping[str, Any]], batch: int, precision: str) -> dict[str, float]:
