@@ -60,7 +60,8 @@ __device__ __forceinline__ const Record& fx_record(const Record* table, int coun
 }
 
 // Programmatic dependent launch: wait until all that this launch depends on has finished and is visible. Every kernel
-// calls it before it touches anything a previous node wrote (without the launch attribute it returns at once).
+// calls it before it touches anything that may be new in this graph (all but constants and Family.early). Without the
+// launch attribute it returns at once.
 __device__ __forceinline__ void fx_wait() {
 #if FX_DEVICE && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

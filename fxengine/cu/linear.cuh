@@ -14,7 +14,7 @@
 //                               adds the products of the LinearSources source(0) .. source(count - 1), each of which
 //                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A.
 //                               It calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
-//                               nothing before this launch changes: they may be read earlier
+//                               no direct predecessor writes (Family.early): they may be read earlier
 //     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //

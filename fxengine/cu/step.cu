@@ -1,4 +1,4 @@
-// fx_end: the last node of a replay. One block.
+// fx_end: the end of a replay; only targets may still move beside it. One block.
 //
 // It finishes the sums that are reported (losses, shares of right rows), writes one row of the telemetry ring (mapped, pinned), and
 // advances the counters.

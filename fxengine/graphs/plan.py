@@ -161,10 +161,11 @@ class Plan:
             kernel = step.kernel is not None
             depends: Sequence[tuple[Any, bool]] = [captured[d] for d in step.node.after if d in captured]
             overlaps = step.node.overlaps and bool(depends)
-            if not depends:  # the tail may be of another plan, and write what is read early
+            if not depends:
                 depends = tail
-                early = any(record.early for record in step.node.records)
-                overlaps = kernel and bool(tail) and not early and all(is_kernel for _, is_kernel in tail)
+                overlaps = kernel and bool(tail) and all(is_kernel for _, is_kernel in tail)
+            if tail and any(record.early for record in step.node.records):
+                overlaps = False  # what came before in this graph may have written what is read early
             recording.set_dependencies([node for node, _ in depends], programmatic=overlaps)
             self._issue(step, stream, pdl=overlaps)
             captured[i] = recording.last_node(), kernel

@@ -189,12 +189,14 @@ def test_the_loop_equals_separate_launches(device: Device, name: str) -> None:
         pieces.close()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("name", AGENTS)
-def test_chains_and_other_runs_have_the_same_bits(device: Device, name: str) -> None:
+def test_chains_and_other_runs_have_the_same_bits(device: Device, name: str, precision: str) -> None:
     """Chains that begin at different phases of the training and of the oracles, with a remainder."""
     found = []
     for chain in (1, 1, 3, 5):
-        with loop(device, AGENTS[name], train_every=2, warmup=4, prioritized=True) as (engine, collector):
+        options: dict[str, Any] = {"train_every": 2, "warmup": 4, "prioritized": True, "precision": precision}
+        with loop(device, AGENTS[name], **options) as (engine, collector):
             collector.run(13, chain=chain)
             collector.run(1)
             found.append(state_of(engine, collector))
