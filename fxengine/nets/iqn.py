@@ -7,7 +7,7 @@ or two at small batch; else it is made of separate layers. Which of them is a pu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -132,43 +132,25 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
                 accumulate=accumulate_gradients,
                 label=f"{gradients.prefix}theta.dw",
             )
-        dh, accumulate = gradients.contribute(h) if p.tape.tracked(h) else (None, False)
-        weight, readiness = scale or (None, None)
-        activation = p.tape.activation(h) if dh else "none"
+        given = (p.program, dtheta, tau, h, weights, stored)
+        name = f"{gradients.prefix}iqn.bwd"
+        into_h: dict[str, Any] = {}
+        if p.tape.tracked(h):
+            dh, accumulate = gradients.contribute(h)
+            weight, readiness = scale or (None, None)
+            into_h = {"dh2": dh, "weight": weight, "readiness": readiness}
+            into_h |= {"activation": p.tape.activation(h), "accumulate": accumulate}
         share = 1.0
-        if dh and weight and readiness and wanted and _apart(p, net, h):
-            iqn_fused.state_gradient(
-                p.program,
-                dtheta,
-                tau,
-                h,
-                weights,
-                stored,
-                dh2=dh,
-                weight=weight,
-                readiness=readiness,
-                activation=activation,
-                accumulate=accumulate,
-                name=f"{gradients.prefix}iqn.bwd.dh2",
-            )
-            dh, weight, readiness, activation, accumulate = None, None, None, "none", False
-            share = beside
+        if into_h and scale and wanted and _apart(p, net, h):
+            iqn_fused.state_gradient(*given, **into_h, name=f"{name}.dh2")
+            into_h, share = {}, beside
         iqn_fused.backward(
-            p.program,
-            dtheta,
-            tau,
-            h,
-            weights,
-            stored,
-            dh2=dh,
-            weight=weight,
-            readiness=readiness,
-            activation=activation,
-            accumulate=accumulate,
+            *given,
+            **into_h,
             gradients=wanted,
             accumulate_gradients=accumulate_gradients,
             share=share,
-            name=f"{gradients.prefix}iqn.bwd",
+            name=name,
         )
 
     p.tape.record(backward)

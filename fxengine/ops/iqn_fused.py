@@ -122,10 +122,7 @@ def forward_shared(precision: str, sizes: Sizes) -> int:
 def fits(target: Target, precision: str, sizes: Sizes) -> bool:
     """Whether `forward` serves this device, precision and shape."""
     return (
-        _tensor_cores(target, precision)
-        and sizes.cosines <= MAX_COSINES
-        and sizes.width <= MAX_WIDTH
-        and forward_shared(precision, sizes) + _STATIC <= target.shared_memory_optin
+        _in_range(target, precision, sizes) and forward_shared(precision, sizes) + _STATIC <= target.shared_memory_optin
     )
 
 
@@ -139,7 +136,7 @@ def backward_shared(precision: str, columns: int) -> int:
 
 def backward_columns(target: Target, precision: str, sizes: Sizes, quantiles: int) -> int:
     """Columns of h2 that a block of `backward` owns on this device; 0 where `backward` does not serve it."""
-    if _tensor_cores(target, precision) and sizes.cosines <= MAX_COSINES and sizes.width <= MAX_WIDTH:
+    if _in_range(target, precision, sizes):
         for columns, rows in _TILE_ROWS.items():
             enough = backward_shared(precision, columns) + _STATIC <= target.shared_memory_optin
             if enough and quantiles % 8 == 0 and rows % quantiles == 0:
@@ -159,12 +156,7 @@ def state_shared(precision: str) -> int:
 
 def fits_state(target: Target, precision: str, sizes: Sizes) -> bool:
     """Whether `state_gradient` serves this device, precision and shape."""
-    return (
-        _tensor_cores(target, precision)
-        and sizes.cosines <= MAX_COSINES
-        and sizes.width <= MAX_WIDTH
-        and state_shared(precision) + _STATIC <= target.shared_memory_optin
-    )
+    return _in_range(target, precision, sizes) and state_shared(precision) + _STATIC <= target.shared_memory_optin
 
 
 def apart(target: Target, samples: int) -> bool:
@@ -277,7 +269,6 @@ def backward(
         ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, or `fits_backward` says no.
     """
     sizes = weights.sizes
-    rows, quantiles = tau.size, tau.shape[-1]
     fields, reads = _gradient(
         dtheta,
         tau,
@@ -291,6 +282,7 @@ def backward(
         accumulate=accumulate,
         name=name,
     )
+    rows, quantiles = tau.size, tau.shape[1]
     columns = backward_columns(program.target, program.precision, sizes, quantiles)
     _require_served(columns > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
     parts = -(-sizes.features // columns)
@@ -372,7 +364,7 @@ def state_gradient(
     Raises:
         ValueError: shapes or dtypes do not fit, or `fits_state` says no.
     """
-    sizes, samples = weights.sizes, tau.shape[0]
+    sizes = weights.sizes
     fields, reads = _gradient(
         dtheta,
         tau,
@@ -388,7 +380,7 @@ def state_gradient(
     )
     served = fits_state(program.target, program.precision, sizes)
     _require_served(served, program, str(sizes), name, "fits_state")
-    parts = -(-sizes.features // _STATE_COLUMNS)
+    samples, parts = tau.shape[0], -(-sizes.features // _STATE_COLUMNS)
     program.launch(
         _state_family(program.precision),
         {**fields, "samples": samples, "slices": min(samples, max(1, program.target.sm_count // parts))},
@@ -452,8 +444,9 @@ def _gradient(
     return fields, [dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None]
 
 
-def _tensor_cores(target: Target, precision: str) -> bool:
-    if precision not in ("tf32", "bf16"):
+def _in_range(target: Target, precision: str, sizes: Sizes) -> bool:
+    """What all kernels ask: tensor cores, a precision for them, and no more than they have room for."""
+    if precision not in ("tf32", "bf16") or sizes.cosines > MAX_COSINES or sizes.width > MAX_WIDTH:
         return False
     number = re.match(r"sm_(\d+)", target.arch)
     return number is None or int(number[1]) >= _OLDEST_ARCH

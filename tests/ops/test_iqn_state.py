@@ -249,6 +249,9 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
     case.arrays["dtheta"] = case.arrays["dtheta"][:, :4]
     with pytest.raises(ValueError, match=r"dtheta must be float32 \(48, 5\).*\(48, 4\)"):
         case.run(device)
+    case.arrays["tau"] = np.array(0.5, np.float32)
+    with pytest.raises(ValueError, match=r"tau must be float32 \[B, N\]"):
+        case.run(device)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
