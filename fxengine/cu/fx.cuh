@@ -59,6 +59,15 @@ __device__ __forceinline__ const Record& fx_record(const Record* table, int coun
     return place;
 }
 
+// A pointer out of a record in shared memory: the compiler cannot know by itself that it points to global memory.
+template <class T>
+__device__ __forceinline__ T* fx_global(T* pointer) {
+#if FX_DEVICE
+    __builtin_assume(__isGlobal(pointer));
+#endif
+    return pointer;
+}
+
 // Programmatic dependent launch: wait until all that this launch depends on has finished and is visible. Every kernel
 // calls it before it touches anything that may be new in this graph (all but constants and Family.early). Without the
 // launch attribute it returns at once.
@@ -78,8 +87,27 @@ __device__ __forceinline__ void fx_trigger() {
 
 enum FxActivation { FX_NONE = 0, FX_ELU = 1, FX_RELU = 2, FX_TANH = 3 };
 
+// e^x - 1 for x <= 0, to 1 unit in the last place; anything for x > 0, NaN for NaN. Without a branch, so that the values of
+// a thread are worked out side by side: x = n ln 2 + f, e^x - 1 = 2^n (e^f - 1) + (2^n - 1), Taylor's series of e^f - 1.
+__device__ __forceinline__ float fx_expm1(float x) {
+    x = x < -64.0f ? -64.0f : x;
+    const float shifted = fmaf(x, 1.44269504f, 12582912.0f);  // n in its low bits
+    const float n = shifted - 12582912.0f;
+    const float f = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
+    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
+    float p = fmaf(f, 1.98412698e-4f, 1.38888889e-3f);
+    p = fmaf(p, f, 8.33333333e-3f);
+    p = fmaf(p, f, 4.16666667e-2f);
+    p = fmaf(p, f, 1.66666667e-1f);
+    p = fmaf(p, f, 0.5f);
+    return fmaf(power, fmaf(p, f * f, f), power - 1.0f);
+}
+
 __device__ __forceinline__ float fx_activate(int kind, float x) {
-    if (kind == FX_ELU) return x > 0.0f ? x : expm1f(x);
+    if (kind == FX_ELU) {
+        const float below = fx_expm1(x);
+        return x > 0.0f ? x : below;
+    }
     if (kind == FX_RELU) return x <= 0.0f ? 0.0f : x;  // NaN passes
     if (kind == FX_TANH) return tanhf(x);
     return x;

@@ -9,13 +9,16 @@
 //     T::WIDTH                  neighbouring outputs that a thread handles at once
 //     T::SHARED                 floats of shared memory
 //     T::Sums                   what a thread holds of the sums; starts as zeros
-//     T::SINGLE                 whether a thread has but one run of WIDTH outputs, at LinearRun
+//     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
+//     T::SINGLE                 whether, moreover, there is but one
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), each of which
 //                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A.
 //                               It calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
 //                               no direct predecessor writes (Family.early): they may be read earlier
-//     T::outputs(sums, shared, use)  calls use(row, column, values) for every run of neighbouring outputs of the thread
+//     T::outputs<UNROLL>(sums, shared, fetch, use)
+//                               calls use(row, column, values, more) for every run of neighbouring outputs of the thread;
+//                               more is what fetch(row, column, more) has read, for UNROLL runs at once
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //
 // Every thread of the block calls the three functions. `shared` is free again when `add` returns; the others may leave
@@ -118,14 +121,15 @@ struct LinearSource {
     __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
 };
 
-// This block's record, in shared memory where the tile leaves room for it.
-template <class T, class Record>
-__device__ __forceinline__ const Record& fx_linear_record(const Record* table, int count, int& tile) {
-    if constexpr (T::SHARED * sizeof(float) + sizeof(Record) <= 48 * 1024) {
-        __shared__ Record place;
-        return fx_record(table, count, tile, place);
+// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic.
+template <class T>
+__device__ __forceinline__ float* fx_linear_shared() {
+    if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
+        FX_POOL(float4, shared, T::SHARED / 4);
+        return reinterpret_cast<float*>(shared);
     } else {
-        return fx_record(table, count, tile);
+        FX_DYN_SHARED(float4, shared);
+        return reinterpret_cast<float*>(shared);
     }
 }
 
@@ -143,7 +147,7 @@ struct LinearCornerAgain {
     }
 };
 
-// The run of outputs of a thread where there is but one.
+// The first run of outputs of a thread where they are dealt out by rows; the others lie below it.
 template <class T>
 struct LinearRun {
     int row, column;
@@ -295,30 +299,48 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
     __syncthreads();
 }
 
-// Calls use(row, column, values) with the sum of the tiles that the GROUPS groups left in shared memory one behind the
-// other, added in that order.
-template <class T, class Use>
-__device__ __forceinline__ void fx_linear_reduce(const float* shared, Use use) {
-    __syncthreads();
-    FX_UNROLL
-    for (int i = 0; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
-        const int first = i + static_cast<int>(threadIdx.x) * T::WIDTH;
-        float v[T::WIDTH];
-        fx_load(v, shared + first, T::WIDTH, true);
+// Where a group leaves its sum of (row, column) in its tile in shared memory. Every second pair of rows has the halves of
+// its 32 columns exchanged: no access has a bank conflict, whether a warp stores its fragments or reads rows.
+template <class T>
+__device__ __forceinline__ int fx_linear_place(int row, int column) {
+    return row * T::BN + (T::BN >= 32 ? column ^ (row & 2) * 8 : column);
+}
+
+// Calls use(row, column, values, more) with the sum of the tiles that the GROUPS groups left in shared memory one behind the
+// other, added in that order; fetch(row, column, more) has read what the result needs besides, for UNROLL runs at once. A
+// loop, because code that is run once must be fetched for it.
+template <class T, int UNROLL, class Fetch, class Use>
+__device__ __forceinline__ void fx_linear_reduce(const float* shared, Fetch fetch, Use use) {
+    constexpr int RUNS = T::BM * T::BN / (T::THREADS * T::WIDTH), N = UNROLL < RUNS ? UNROLL : RUNS;
+    constexpr int STEP = T::THREADS * T::WIDTH / T::BN;  // rows between the runs of a thread
+    static_assert(RUNS % N == 0, "runs in equal parts");
+    const LinearRun<T> run;
+    float more[N][T::WIDTH];
+#pragma unroll 1
+    for (int row = run.row; row < T::BM; row += N * STEP) {
         FX_UNROLL
-        for (int g = 1; g < T::GROUPS; ++g) {
-            float other[T::WIDTH];
-            fx_load(other, shared + g * T::BM * T::BN + first, T::WIDTH, true);
+        for (int i = 0; i < N; ++i) fetch(row + i * STEP, run.column, more[i]);
+        if (row == run.row) __syncthreads();  // the tiles are there
+        FX_UNROLL
+        for (int i = 0; i < N; ++i) {
+            const float* from = shared + fx_linear_place<T>(row + i * STEP, run.column);
+            float v[T::WIDTH];
+            fx_load(v, from, T::WIDTH, true);
             FX_UNROLL
-            for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
+            for (int g = 1; g < T::GROUPS; ++g) {
+                float other[T::WIDTH];
+                fx_load(other, from + g * T::BM * T::BN, T::WIDTH, true);
+                FX_UNROLL
+                for (int e = 0; e < T::WIDTH; ++e) v[e] += other[e];
+            }
+            use(row + i * STEP, run.column, v, more[i]);
         }
-        use(first / T::BN, first % T::BN, v);
     }
 }
 
-// Calls use(row, column, values) for every run of neighbouring outputs of this thread, the groups added in order.
-template <class T, class Use>
-__device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Use use) {
+// Calls fetch and use for every run of neighbouring outputs of this thread, the groups added in order.
+template <class T, int UNROLL, class Fetch, class Use>
+__device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Fetch fetch, Use use) {
     const LinearPlace<T> at;
     if constexpr (T::GROUPS == 1) {
         FX_UNROLL
@@ -326,7 +348,10 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
             FX_UNROLL
             for (int j = 0; j < T::TN; j += 4) {
                 float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
-                use(at.row + i / 4 * at.ROW_STEP + i % 4, at.column + j / 4 * at.COLUMN_STEP, v);
+                const int row = at.row + i / 4 * at.ROW_STEP + i % 4, column = at.column + j / 4 * at.COLUMN_STEP;
+                float more[4];
+                fetch(row, column, more);
+                use(row, column, v, more);
             }
         }
     } else {
@@ -336,11 +361,11 @@ __device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::T
             FX_UNROLL
             for (int j = 0; j < T::TN; j += 4) {
                 const float v[4] = {acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]};
-                const int row = at.row + i / 4 * at.ROW_STEP + i % 4;
-                fx_store(mine + row * T::BN + at.column + j / 4 * at.COLUMN_STEP, v, 4, true);
+                const int row = at.row + i / 4 * at.ROW_STEP + i % 4, column = at.column + j / 4 * at.COLUMN_STEP;
+                fx_store(mine + fx_linear_place<T>(row, column), v, 4, true);
             }
         }
-        fx_linear_reduce<T>(shared, use);
+        fx_linear_reduce<T, UNROLL>(shared, fetch, use);
     }
 }
 
@@ -373,7 +398,8 @@ struct LinearTile {
     static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;  // floats
     // Neighbouring outputs that a thread handles at once after the groups are added.
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
-    static constexpr bool SINGLE = GROUPS > 1 && BM * BN == THREADS * WIDTH;
+    static constexpr bool BY_ROWS = GROUPS > 1;
+    static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
     static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
@@ -396,9 +422,9 @@ struct LinearTile {
         }
     }
 
-    template <class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Use use) {
-        fx_linear_outputs<LinearTile>(sums.acc, shared, use);
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        fx_linear_outputs<LinearTile, UNROLL>(sums.acc, shared, fetch, use);
     }
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {

@@ -6,22 +6,21 @@
 #include "linear_fragments.cuh"
 
 // R rows of one operand, as one lane of a warp reads them: four neighbouring k of rows 16 i + h + `row`.
-template <int WORD, int R, bool INNER>
+template <int R, bool INNER>
 struct LinearDirect {
     static constexpr int ROWS = R / 8;  // of this lane
-    static constexpr int STEPS = 2 / WORD;
     const float* p;  // element (row, k)
     int ld;
     int left;  // rows from `row` on that exist
-    bool vectors;  // four numbers (INNER), or all pairs of rows, can be read at once
+    bool whole;  // all rows exist, and four numbers (INNER) or pairs of rows can be read at once
 
     __device__ __forceinline__ LinearDirect() {}
     __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld) {
         left = v.rows - row;
         if constexpr (INNER) {
-            vectors = fx_quads(v.p, ld);
+            whole = fx_quads(v.p, ld) && v.rows >= R;
         } else {
-            vectors = ((reinterpret_cast<u64>(v.p) | static_cast<u64>(ld) * 4) & 7) == 0 && v.rows >= R;
+            whole = ((reinterpret_cast<u64>(v.p) | static_cast<u64>(ld) * 4) & 7) == 0 && v.rows >= R;
         }
         p = v.p + (INNER ? static_cast<long long>(row) * ld + k : static_cast<long long>(k) * ld + row);
     }
@@ -30,41 +29,37 @@ struct LinearDirect {
 
     // Reads k_left of the four k, then goes 128 further.
     __device__ __forceinline__ void fetch(float (&held)[ROWS][4], int k_left) {
-        if constexpr (INNER) {
+        if (whole && k_left >= 4) {  // no conditions on single loads
             FX_UNROLL
-            for (int i = 0; i < ROWS; ++i) {
-                fx_load(held[i], p + static_cast<long long>(offset(i)) * ld, offset(i) < left ? k_left : 0, vectors);
-            }
-            p += 128;
-        } else {
-            const bool whole = vectors && k_left >= 4;
-            const float* from = p;
-            FX_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                FX_UNROLL
-                for (int i = 0; i < ROWS; i += 2) {
-                    if (whole) {
-                        const float2 q = *reinterpret_cast<const float2*>(from + offset(i));
+            for (int i = 0; i < ROWS; i += INNER ? 1 : 2) {
+                if constexpr (INNER) {
+                    fx_load(held[i], p + static_cast<long long>(offset(i)) * ld, 4, true);
+                } else {
+                    FX_UNROLL
+                    for (int e = 0; e < 4; ++e) {
+                        const float* from = p + static_cast<long long>(e) * ld + offset(i);
+                        const float2 q = *reinterpret_cast<const float2*>(from);
                         held[i][e] = q.x;
                         held[i + 1][e] = q.y;
-                    } else {
-                        held[i][e] = e < k_left && offset(i) < left ? from[offset(i)] : 0.0f;
-                        held[i + 1][e] = e < k_left && offset(i + 1) < left ? from[offset(i + 1)] : 0.0f;
                     }
                 }
-                from += ld;
             }
-            p += static_cast<long long>(128) * ld;
+        } else {
+            const bool quads = INNER && fx_quads(p, ld);
+            FX_UNROLL
+            for (int i = 0; i < ROWS; ++i) {
+                const int exist = offset(i) < left ? k_left : 0;
+                if constexpr (INNER) {
+                    fx_load(held[i], p + static_cast<long long>(offset(i)) * ld, exist, quads);
+                } else {
+                    FX_UNROLL
+                    for (int e = 0; e < 4; ++e) {
+                        held[i][e] = e < exist ? p[static_cast<long long>(e) * ld + offset(i)] : 0.0f;
+                    }
+                }
+            }
         }
-    }
-
-    // The words of one row, in order of k, from what was fetched.
-    static __device__ __forceinline__ void words(unsigned (&w)[4 / WORD], const float (&held)[4], float scale) {
-        float v[4];
-        FX_UNROLL
-        for (int e = 0; e < 4; ++e) v[e] = scale * held[e];
-        FX_UNROLL
-        for (int e = 0; e < 4 / WORD; ++e) w[e] = fx_linear_word<WORD>(v + e * WORD);
+        p += INNER ? 128 : static_cast<long long>(128) * ld;
     }
 };
 
@@ -74,11 +69,11 @@ struct DirectTile {
     static constexpr int BN = BN_;
     static constexpr int BK = 128;
     static constexpr int THREADS = 256;
-    static constexpr bool PAIRS = true;
     static constexpr int GROUPS = 8;  // one warp each
     static constexpr int AHEAD = BM * BN <= 512 ? 2 : 1;  // steps of a warp that are fetched before they are used
     static constexpr int SHARED = GROUPS * BM * BN;
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
+    static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = BM * BN == THREADS * WIDTH;
     static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
 
@@ -89,10 +84,10 @@ struct DirectTile {
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*, Ready ready) {
-        typedef LinearDirect<WORD, BM, A_INNER> A;
-        typedef LinearDirect<WORD, BN, B_INNER> B;
+        typedef LinearDirect<BM, A_INNER> A;
+        typedef LinearDirect<BN, B_INNER> B;
         const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-        const int row = fx_linear_lane_row<PAIRS>(lane), k = 4 * (lane & 3);
+        const int row = 2 * (lane >> 2), k = 4 * (lane & 3);
         A a;
         B b;
         int depth = 0;  // what is left of the source from this warp's next step on; the same for all its lanes
@@ -154,26 +149,16 @@ struct DirectTile {
                     FX_UNROLL
                     for (int i = 0; i < A::ROWS * 4; ++i) sums.row[i % A::ROWS] += held_a[n][i % A::ROWS][i / A::ROWS];
                 }
-                unsigned fb[BN / 8][B::STEPS][2];
-                FX_UNROLL
-                for (int j = 0; j < B::ROWS; ++j) {
-                    unsigned w[4 / WORD];
-                    B::words(w, held_b[n][j], 1.0f);
-                    FX_UNROLL
-                    for (int e = 0; e < 4 / WORD; ++e) fb[j][e / 2][e % 2] = w[e];
-                }
-                FX_UNROLL
-                for (int i = 0; i < BM / 16; ++i) {  // one fragment of A at a time, for the sake of registers
-                    unsigned fa[1][A::STEPS][4];
-                    FX_UNROLL
-                    for (int h = 0; h < 2; ++h) {
-                        unsigned w[4 / WORD];
-                        A::words(w, held_a[n][2 * i + h], scale[n]);
+                fx_linear_panel<WORD>(
+                    sums.acc,
+                    [&](int i, float(&v)[2][4]) {
                         FX_UNROLL
-                        for (int e = 0; e < 4 / WORD; ++e) fa[0][e / 2][h + e % 2 * 2] = w[e];
-                    }
-                    fx_mma<WORD, A::STEPS, 1>(reinterpret_cast<float(&)[1][BN / 8][4]>(sums.acc[i]), fa, fb);
-                }
+                        for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = scale[n] * held_a[n][2 * i + e / 4][e % 4];
+                    },
+                    [&](int j, float(&v)[2][4]) {
+                        FX_UNROLL
+                        for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = held_b[n][2 * j + e / 4][e % 4];
+                    });
                 more[n] = advance();
                 if (more[n]) {
                     a.fetch(held_a[n], depth - k);
@@ -184,17 +169,17 @@ struct DirectTile {
         }
     }
 
-    template <class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Use use) {
-        fx_linear_fragments<DirectTile>(sums.acc, static_cast<int>(threadIdx.x) >> 5, 0, 0, shared, use);
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        fx_linear_fragments<DirectTile, UNROLL>(sums.acc, static_cast<int>(threadIdx.x) >> 5, 0, 0, shared, fetch, use);
     }
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
         const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
-        float* part = shared + (thread >> 5 << 2 | (lane & 3)) * BM + fx_linear_lane_row<PAIRS>(lane);
+        float* part = shared + (thread >> 5 << 2 | (lane & 3)) * BM + 2 * (lane >> 2);
         __syncthreads();
         FX_UNROLL
-        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<WORD, BM, false>::offset(i)] = sums.row[i];
+        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<BM, false>::offset(i)] = sums.row[i];
         return fx_linear_parts_sum<DirectTile>(shared, 32);
     }
 };

@@ -47,7 +47,7 @@ struct LinearDwTile {
         const bool second = index % across >= first;
         column0 = (index % across - (second ? first : 0)) * T::BN;
         columns = (second ? r.k2 : r.k) - column0;
-        x = (second ? r.x2 : r.x) + column0;
+        x = fx_global(second ? r.x2 : r.x) + column0;
         ldx = second ? r.ldx2 : r.ldx;
         column0 += second ? r.k : 0;
     }
@@ -58,7 +58,7 @@ template <class T, int W>
 __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const LinearDwTile<T>& t, int row, int column,
                                                    float (&v)[W]) {
     const int left = t.n0 + row < r.n ? t.columns - column : 0;
-    float* tile = r.dw + static_cast<long long>(t.n0) * r.lddw + t.column0;
+    float* tile = fx_global(r.dw) + static_cast<long long>(t.n0) * r.lddw + t.column0;
     float* dw = tile + static_cast<long long>(row) * r.lddw + column;
     const bool quads = fx_quads(tile, r.lddw);
     if (r.accumulate) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, t
     const int begin = from < r.m ? static_cast<int>(from) : r.m;
     const int end = r.m - begin < length ? r.m : begin + length;
     const auto slice = [&](int) {
-        return LinearSource{{r.dy + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0},
+        return LinearSource{{fx_global(r.dy) + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0},
                             {t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns},
                             end - begin};
     };
@@ -119,17 +119,18 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
     const LinearDwTile<T> t(r, fx_linear_again(tile));
     const bool with_bias = r.db && t.column0 == 0;
 
+    const auto nothing = [](int, int, auto&) {};
     if (r.slices == 1) {
-        T::outputs(sums, shared, [&](int row, int column, auto& v) {
+        T::template outputs<1>(sums, shared, nothing, [&](int row, int column, auto& v, const auto&) {
             fx_linear_dw_store(r, t, row, column, v);
         });
         if (with_bias) fx_linear_db_store(r, t, T::row_sums(sums, shared));
         return;
     }
     constexpr int PART = T::BM * (T::BN + 1);
-    float* parts = r.partial + static_cast<long long>(t.index) * r.slices * PART;
+    float* parts = fx_global(r.partial) + static_cast<long long>(t.index) * r.slices * PART;
     float* mine = parts + static_cast<long long>(t.slice) * PART;
-    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+    T::template outputs<1>(sums, shared, nothing, [&](int row, int column, auto& v, const auto&) {
         fx_store(mine + row * T::BN + column, v, T::WIDTH, true);
     });
     if (with_bias) {
@@ -160,8 +161,8 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
 
 template <class T>
 __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
-    FX_POOL(float4, shared, T::SHARED / 4);
+    __shared__ LinearDw place;
     int tile;
-    const LinearDw& r = fx_linear_record<T>(table, count, tile);
-    fx_linear_dw_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+    const LinearDw& r = fx_record(table, count, tile, place);
+    fx_linear_dw_tile<T>(r, tile, fx_linear_shared<T>());
 }

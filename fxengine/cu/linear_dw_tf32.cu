@@ -6,11 +6,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dw_tf32_128x128(c
     fx_linear_dw<Tensor128x128<1>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_128x64(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_dw_tf32_128x64(const LinearDw* table, int count) {
     fx_linear_dw<Tensor128x64<1>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_tf32_64x64(const LinearDw* table, int count) {
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_tf32_64x64(const LinearDw* table, int count) {
     fx_linear_dw<Tensor64x64<1>>(table, count);
 }
 

@@ -41,8 +41,8 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
         const int lddy = r.lddy[i];
         const LinearCorner<T> at = corner();
-        return LinearSource{{r.dy[i] + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
-                            {r.w[i] + at.column, r.ldw[i], r.k - at.column},
+        return LinearSource{{fx_global(r.dy[i]) + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
+                            {fx_global(r.w[i]) + at.column, r.ldw[i], r.k - at.column},
                             r.n[i],
                             r.scale[i]};
     };
@@ -57,7 +57,7 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
             const LinearCorner<T> at = corner();
             const LinearRun<T> run;
             const int row = at.row + run.row, column = at.column + run.column;
-            fx_load(x, r.x + static_cast<long long>(row) * r.ldx + column, row < r.m ? r.k - column : 0,
+            fx_load(x, fx_global(r.x) + static_cast<long long>(row) * r.ldx + column, row < r.m ? r.k - column : 0,
                     fx_quads(r.x, r.ldx));
         }
     };
@@ -67,26 +67,30 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const int m0 = at.row, k0 = at.column;
     const bool quads = fx_quads(r.dx, r.lddx);
     const bool quads_x = fx_quads(r.x, r.ldx);
-    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+    const auto exist = [&](int row, int column) { return m0 + row < r.m ? r.k - k0 - column : 0; };
+    const auto fetch = [&](int row, int column, auto& output) {  // of the activation
+        if constexpr (T::SINGLE) {
+            FX_UNROLL
+            for (int e = 0; e < T::WIDTH; ++e) output[e] = x[e];
+        } else if (any) {
+            const float* from = fx_global(r.x) + static_cast<long long>(m0 + row) * r.ldx + k0 + column;
+            fx_load(output, from, exist(row, column), quads_x);
+        }
+    };
+    T::template outputs<4>(sums, shared, fetch, [&](int row, int column, auto& v, const auto& output) {
         constexpr int W = sizeof(v) / sizeof(float);
-        const int left = m0 + row < r.m ? r.k - k0 - column : 0;
-        float* dx = r.dx + static_cast<long long>(m0 + row) * r.lddx + k0 + column;
-        float more[W];
+        const int left = exist(row, column);
+        float* dx = fx_global(r.dx) + static_cast<long long>(m0 + row) * r.lddx + k0 + column;
         if (any) {  // without a source, or without an activation, there is no slope: 0 stays 0 even where x is NaN
-            if constexpr (T::SINGLE) {
-                FX_UNROLL
-                for (int e = 0; e < W; ++e) more[e] = x[e];
-            } else {
-                fx_load(more, r.x + static_cast<long long>(m0 + row) * r.ldx + k0 + column, left, quads_x);
-            }
-            if (r.activation == FX_ELU) fx_slope_run<FX_ELU>(v, more);
-            if (r.activation == FX_RELU) fx_slope_run<FX_RELU>(v, more);
-            if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, more);
+            if (r.activation == FX_ELU) fx_slope_run<FX_ELU>(v, output);
+            if (r.activation == FX_RELU) fx_slope_run<FX_RELU>(v, output);
+            if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, output);
         }
         if (r.accumulate) {
-            fx_load(more, dx, left, quads);
+            float before[W];
+            fx_load(before, dx, left, quads);
             FX_UNROLL
-            for (int e = 0; e < W; ++e) v[e] += more[e];
+            for (int e = 0; e < W; ++e) v[e] += before[e];
         }
         fx_store(dx, v, left, quads);
     });
@@ -94,8 +98,8 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
 
 template <class T>
 __device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
-    FX_POOL(float4, shared, T::SHARED / 4);
+    __shared__ LinearDx place;
     int tile;
-    const LinearDx& r = fx_linear_record<T>(table, count, tile);
-    fx_linear_dx_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+    const LinearDx& r = fx_record(table, count, tile, place);
+    fx_linear_dx_tile<T>(r, tile, fx_linear_shared<T>());
 }

@@ -6,11 +6,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_dx_bf16_128x128(c
     fx_linear_dx<Tensor128x128<2>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_128x64(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_dx_bf16_128x64(const LinearDx* table, int count) {
     fx_linear_dx<Tensor128x64<2>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_bf16_64x64(const LinearDx* table, int count) {
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dx_bf16_64x64(const LinearDx* table, int count) {
     fx_linear_dx<Tensor64x64<2>>(table, count);
 }
 

@@ -38,53 +38,54 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     const auto segment = [&](int i) {
         const LinearCorner<T> at = corner();
         const int ldx = i ? r.ldx2 : r.ldx;
-        const float* x = (i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
-        const float* w = r.w + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+        const float* x = fx_global(i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
+        const float* w = fx_global(r.w) + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
         return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
-    float bias[T::WIDTH] = {};
-    if constexpr (T::SINGLE) {
-        const LinearCorner<T> at = corner();
-        const LinearRun<T> run;
-        if (r.b) fx_load(bias, r.b + at.column + run.column, r.n - at.column - run.column, false);
-    }
+    float bias[T::WIDTH] = {};  // of the thread's columns
+    const auto fetch_bias = [&] {
+        const int column = corner().column + LinearRun<T>().column;
+        if (r.b) fx_load(bias, fx_global(r.b) + column, r.n - column, false);
+    };
+    if constexpr (T::SINGLE) fetch_bias();
     const auto ready = [&] {
         fx_wait();
         fx_trigger();
     };
     T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared, ready);
+    if constexpr (T::BY_ROWS && !T::SINGLE) fetch_bias();  // before, it would cost registers that the product needs
     const LinearCorner<T> at = corner();
     const int m0 = at.row, n0 = at.column;
     const bool quads = fx_quads(r.y, r.ldy);
-    T::outputs(sums, shared, [&](int row, int column, auto& v) {
+    const auto place = [&](int row, int column) {
+        return fx_global(r.y) + static_cast<long long>(m0 + row) * r.ldy + n0 + column;
+    };
+    const auto exist = [&](int row, int column) { return m0 + row < r.m ? r.n - n0 - column : 0; };
+    const auto fetch = [&](int row, int column, auto& before) {
+        if (r.accumulate) fx_load(before, place(row, column), exist(row, column), quads);
+    };
+    T::template outputs<2>(sums, shared, fetch, [&](int row, int column, auto& v, const auto& before) {
         constexpr int W = sizeof(v) / sizeof(float);
-        const int left = m0 + row < r.m ? r.n - n0 - column : 0;
-        float* y = r.y + static_cast<long long>(m0 + row) * r.ldy + n0 + column;
-        float more[W];
-        if constexpr (T::SINGLE) {
-            FX_UNROLL
-            for (int e = 0; e < W; ++e) v[e] += bias[e];
-        } else if (r.b) {
-            fx_load(more, r.b + n0 + column, left, false);
-            FX_UNROLL
-            for (int e = 0; e < W; ++e) v[e] += more[e];
+        if constexpr (!T::BY_ROWS) {
+            if (r.b) fx_load(bias, fx_global(r.b) + n0 + column, r.n - n0 - column, false);
         }
+        FX_UNROLL
+        for (int e = 0; e < W; ++e) v[e] += bias[e];
         if (r.accumulate) {
-            fx_load(more, y, left, quads);
             FX_UNROLL
-            for (int e = 0; e < W; ++e) v[e] += more[e];
+            for (int e = 0; e < W; ++e) v[e] += before[e];
         }
         if (r.activation == FX_ELU) fx_activate_run<FX_ELU>(v);
         if (r.activation == FX_RELU) fx_activate_run<FX_RELU>(v);
         if (r.activation == FX_TANH) fx_activate_run<FX_TANH>(v);
-        fx_store(y, v, left, quads);
+        fx_store(place(row, column), v, exist(row, column), quads);
     });
 }
 
 template <class T>
 __device__ __forceinline__ void fx_linear_forward(const LinearForward* table, int count) {
-    FX_POOL(float4, shared, T::SHARED / 4);
+    __shared__ LinearForward place;
     int tile;
-    const LinearForward& r = fx_linear_record<T>(table, count, tile);
-    fx_linear_forward_tile<T>(r, tile, reinterpret_cast<float*>(shared));
+    const LinearForward& r = fx_record(table, count, tile, place);
+    fx_linear_forward_tile<T>(r, tile, fx_linear_shared<T>());
 }

@@ -7,12 +7,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) fx_linear_forward_bf16_128x
     fx_linear_forward<Tensor128x128<2>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_forward_bf16_128x64(
+extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_forward_bf16_128x64(
     const LinearForward* table, int count) {
     fx_linear_forward<Tensor128x64<2>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_forward_bf16_64x64(
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_forward_bf16_64x64(
     const LinearForward* table, int count) {
     fx_linear_forward<Tensor64x64<2>>(table, count);
 }

@@ -1,285 +1,263 @@
 // A tile type of the linear kernels (see linear.cuh) on the tensor cores, for products with much work per block:
-// operands go through shared memory, fetched AHEAD stages ahead into registers and rounded when they are stored, and a
-// warp owns WM x WN outputs. Where GROUPS of warps share outputs they are added in order at the end.
+// operands are copied to shared memory as they are, STAGES - 1 stages of 32 k ahead of their use, and rounded when a
+// warp reads its fragments. A warp owns WM x WN outputs. Blocks are small, so that several share a multiprocessor: each
+// waits often, for its first stages, for its barriers, for what its results need.
+//
+// How a stage lies in shared memory, by chunks of four floats, so that no access has a bank conflict. An operand that
+// lies along k (INNER) keeps its rows, of 8 chunks; every second pair of rows has the halves of its 32 k exchanged,
+// because fragments are read 2 rows, 2 apart, x 4 chunks at a time. The other kind keeps its k, each with a chunk for
+// every four rows; they are read 4 k, 4 apart, x 8 rows at a time, so in every fourth k other chunks are exchanged.
 #pragma once
+#include "copy_async.cuh"
 #include "linear_fragments.cuh"
 
-// Where a chunk of four words lies in a stage [panel of 16 words][R rows][16 words]. Rows are swapped in pairs and the
-// chunks of a row permuted, so that no access has a bank conflict: fragments read 2 neighbouring rows x 4 chunks at a
-// time, LinearStaged stores 2 rows x 4 chunks (INNER), or chunks and words of a chunk for 8 rows, 4 apart.
-template <int R>
-__device__ __forceinline__ int fx_linear_chunk(int panel, int row, int chunk) {
-    return panel * R * 16 + (row ^ ((row >> 4 ^ panel) & 1)) * 16 + ((chunk ^ row >> 2) & 3) * 4;
-}
-
-// R rows of one operand, read stage after stage of KW words per row. INNER: a thread reads chunks of four words at rows
-// `row`, row + 64, ...; else PART words of four neighbouring rows at chunk, chunk + CHUNK_STEP, ...
-template <int WORD, int R, int KW, bool INNER>
+// R rows of one operand, copied stage after stage: a thread copies UNITS chunks of each, at equal distances.
+template <int R, bool INNER, int THREADS>
 struct LinearStaged {
-    static constexpr int PART = R * KW >= 2048 ? 2 : 1;
-    static constexpr int UNITS = INNER ? R * KW / 1024 : R * KW / (1024 * PART);
-    static constexpr int LOADS = INNER ? WORD : PART * WORD;  // of four numbers, in a unit
-    static constexpr int CHUNK_STEP = 8 * PART / (R / 32);
-    static constexpr int SUM_PARTS = 1024 / R;  // threads that share their rows (not INNER)
-    static_assert(UNITS >= 1 && (R == 64 || R == 128) && KW % 16 == 0, "every thread reads the same number of units");
-    static_assert(INNER || CHUNK_STEP % 4 == 0, "the units of a thread lie at the same place of their panels");
-    const float* next;  // this thread's first number of the next stage
+    static constexpr int BK = 32;
+    static constexpr int UNITS = R * BK / (4 * THREADS);
+    static constexpr int STEP = INNER ? THREADS / 8 : 4 * THREADS / R;  // from one unit to the next: in rows, or in k
+    static_assert((R == 64 || R == 128) && STEP % 4 == 0 && UNITS > 0, "a thread's chunks");
+    const float* next;  // this thread's first chunk of the next stage
     int ld;
-    int left;   // rows from the thread's first one on that exist
-    int at;     // of the first unit, in the stage in shared memory
-    bool full;  // all rows exist and can be read four numbers at a time
+    int left;    // rows from the thread's first one on that exist
+    bool quads;  // chunks can be copied whole
+    bool full;   // all rows exist
 
     __device__ __forceinline__ LinearStaged() {}
     __device__ __forceinline__ explicit LinearStaged(const LinearView& v) : ld(v.ld) {
-        const int thread = static_cast<int>(threadIdx.x);
-        if constexpr (INNER) {
-            at = fx_linear_chunk<R>(0, row(), thread & 3);
-        } else {
-            const int chunk = thread / (8 * (4 / PART)) / (R / 32), part = (thread >> 3) % (4 / PART);
-            at = fx_linear_chunk<R>(chunk >> 2, row(), chunk & 3) + PART * part;
-        }
         left = v.rows - row();
-        full = fx_quads(v.p, ld) && v.rows >= R;
-        next = v.p + (INNER ? static_cast<long long>(row()) * ld + k(thread)
-                            : static_cast<long long>(k(thread)) * ld + row());
+        quads = fx_quads(v.p, ld);
+        full = v.rows >= R;
+        next = v.p + (INNER ? static_cast<long long>(row()) * ld + k() : static_cast<long long>(k()) * ld + row());
     }
 
-    // The thread's first row.
+    // The thread's first row and k within a stage.
     static __device__ __forceinline__ int row() {
         const int thread = static_cast<int>(threadIdx.x);
-        return INNER ? thread >> 2 : 4 * ((thread & 7) + 8 * (thread / (8 * (4 / PART)) % (R / 32)));
+        return INNER ? thread >> 3 : thread % (R / 4) * 4;
+    }
+    static __device__ __forceinline__ int k() {
+        const int thread = static_cast<int>(threadIdx.x);
+        return INNER ? (thread & 7) * 4 : thread / (R / 4);
     }
 
-    // The k of its first unit, within the stage.
-    static __device__ __forceinline__ int k(int thread) {
-        const int chunk = thread / (8 * (4 / PART)) / (R / 32), part = (thread >> 3) % (4 / PART);
-        return WORD * (INNER ? 4 * (thread & 3) : 4 * chunk + PART * part);
+    // Where in a stage it puts unit u, in bytes.
+    static __device__ __forceinline__ int place(int u) {
+        const int first = INNER ? row() * BK + (k() ^ (row() & 2) * 8) : k() * R + (row() ^ (k() >> 2 & 3) * 8);
+        return 4 * ((INNER ? first : first ^ (u * STEP >> 2 & 3) * 8) + u * STEP * (INNER ? BK : R));
     }
 
-    // How far unit u lies behind the first: in panels, in k, and (INNER) in rows.
-    static __device__ __forceinline__ constexpr int panels(int u) {
-        return INNER ? u / (R / 64) : u * (CHUNK_STEP / 4);
-    }
-    static __device__ __forceinline__ constexpr int ks(int u) { return 16 * WORD * panels(u); }
-    static __device__ __forceinline__ constexpr int rows(int u) { return INNER ? u % (R / 64) * 64 : 0; }
-
-    // Where unit u goes: another panel, odd against even, swaps the rows; 64 rows further nothing changes.
-    __device__ __forceinline__ int place(int u) const {
-        return (at ^ (panels(u) & 1) * 16) + panels(u) * R * 16 + rows(u) * 16;
-    }
-
-    // Where load i of all reads its four numbers.
-    __device__ __forceinline__ const float* load(int i) const {
-        const int u = i / LOADS, l = i % LOADS;
-        return INNER ? next + static_cast<long long>(rows(u)) * ld + (ks(u) + 4 * l)
-                     : next + static_cast<long long>(ks(u) + l) * ld;
-    }
-
-    // The next stage, of which k_left values of k exist.
-    __device__ __forceinline__ void fetch(float (&held)[UNITS][LOADS][4], int k_left) {
-        if (full && k_left >= KW * WORD) {  // the same for all threads: no conditions on single loads
+    // Copies the next stage, of which k_left values of k exist; what does not exist is 0.
+    __device__ __forceinline__ void fetch(FxShared stage, int k_left) {
+        if (full && k_left >= BK) {  // the same for all threads: no conditions on single copies
             FX_UNROLL
-            for (int i = 0; i < UNITS * LOADS; ++i) fx_load(held[i / LOADS][i % LOADS], load(i), 4, true);
-        } else {
-            const bool quads = fx_quads(next, ld);  // as for the first stage: 16 bytes from there, or ld says no
-            const int k0 = k(fx_linear_again(static_cast<int>(threadIdx.x)));  // rarely needed: not worth a register
-            FX_UNROLL
-            for (int i = 0; i < UNITS * LOADS; ++i) {
-                const int u = i / LOADS, further = k_left - k0 - ks(u) - i % LOADS * (INNER ? 4 : 1);
-                const int exist = INNER ? (rows(u) < left ? further : 0) : (further > 0 ? left : 0);
-                fx_load(held[u][i % LOADS], load(i), exist, quads);
-            }
-        }
-        next += INNER ? KW * WORD : static_cast<long long>(KW * WORD) * ld;
-    }
-
-    // Rounds what was fetched and stores it. The scale is that of the source it was fetched from.
-    __device__ __forceinline__ void stash(unsigned* stage, const float (&held)[UNITS][LOADS][4], float scale) const {
-        FX_UNROLL
-        for (int u = 0; u < UNITS; ++u) {
-            if constexpr (INNER) {
-                float v[4 * WORD];
-                FX_UNROLL
-                for (int e = 0; e < 4 * WORD; ++e) v[e] = scale * held[u][e / 4][e % 4];
-                *reinterpret_cast<uint4*>(stage + place(u)) =
-                    make_uint4(fx_linear_word<WORD>(v), fx_linear_word<WORD>(v + WORD),
-                               fx_linear_word<WORD>(v + 2 * WORD), fx_linear_word<WORD>(v + 3 * WORD));
-            } else {
-                FX_UNROLL
-                for (int r = 0; r < 4; ++r) {
-                    float v[LOADS];
+            for (int u = 0; u < UNITS; ++u) {
+                const float* from = next + static_cast<long long>(u * STEP) * ld;
+                if (quads) {
+                    fx_copy_quad(stage + place(u), from);
+                } else {
                     FX_UNROLL
-                    for (int l = 0; l < LOADS; ++l) v[l] = held[u][l][r];
-                    unsigned* to = stage + (place(u) ^ 16 * r);
-                    if constexpr (PART == 2) {
-                        *reinterpret_cast<uint2*>(to) =
-                            make_uint2(fx_linear_word<WORD>(v), fx_linear_word<WORD>(v + WORD));
-                    } else {
-                        *to = fx_linear_word<WORD>(v);
-                    }
+                    for (int e = 0; e < 4; ++e) fx_copy_word(stage + place(u) + 4 * e, from + e, true);
                 }
             }
+        } else {
+            fetch_part(stage, k_left - k());
+        }
+        skip();
+    }
+
+    // `further` values of k exist from the thread's first one on.
+    __device__ __forceinline__ void fetch_part(FxShared stage, int further) const {
+        const float* from = next;
+        int rows_left = left;
+#pragma unroll 1
+        for (int u = 0; u < UNITS; ++u) {
+            const int exist = INNER ? (rows_left > 0 ? further : 0) : (further > 0 ? rows_left : 0);
+            const FxShared to = stage + place(u);
+            if (quads) {
+                fx_copy_quad(to, from, exist < 0 ? 0 : exist < 4 ? exist : 4);
+            } else {
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) fx_copy_word(to + 4 * e, from + e, e < exist);
+            }
+            from += static_cast<long long>(STEP) * ld;
+            (INNER ? rows_left : further) -= STEP;
         }
     }
 
-    // Which of the SUM_PARTS shares of the sum over k this thread has.
-    static __device__ __forceinline__ int sum_part() {
-        const int thread = static_cast<int>(threadIdx.x);
-        return thread / (8 * (4 / PART)) / (R / 32) * (4 / PART) + (thread >> 3) % (4 / PART);
+    // Goes on to the stage behind the next one.
+    __device__ __forceinline__ void skip() { next += INNER ? BK : static_cast<long long>(BK) * ld; }
+};
+
+// A lane's view of R rows of a stage: v[h] are four neighbouring k of row first + 16 i + 2 g + h.
+template <int R, bool INNER>
+struct LinearLane {
+    int even, odd;  // bytes from the stage to panels (INNER) or runs of 16 rows of an even and of an odd number
+
+    __device__ __forceinline__ explicit LinearLane(int first) {
+        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+        if constexpr (INNER) {
+            even = 4 * ((first + 2 * g) * 32 + 4 * t + g % 2 * 16);
+            odd = even ^ 64;
+        } else {
+            even = 4 * (4 * t * R + (first + 2 * g ^ t * 8));
+            odd = even ^ 64;
+        }
+    }
+
+    __device__ __forceinline__ void read(float (&v)[2][4], FxShared stage, int i, int panel) const {
+        if constexpr (INNER) {
+            const FxShared from = stage + (panel % 2 == 0 ? even : odd) + i * 2048;
+            fx_shared_load(v[0], from);
+            fx_shared_load(v[1], from + 128);
+        } else {
+            const FxShared from = stage + (i % 2 == 0 ? even : odd) + (i / 2 * 128 + panel * 64 * R);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) fx_shared_load(v[0][e], v[1][e], from + 4 * e * R);
+        }
     }
 };
 
-template <int WORD, int BM_, int BN_, int KW, int WM, int WN, int AHEAD>
+template <int WORD, int BM_, int BN_, int WM, int WN, int STAGES>
 struct StagedTile {
     static constexpr int BM = BM_;
     static constexpr int BN = BN_;
-    static constexpr int BK = KW * WORD;
-    static constexpr int THREADS = 256;
-    static constexpr bool PAIRS = false;
-    static constexpr int ACROSS = BN / WN;
-    static constexpr int WARPS = BM / WM * ACROSS;  // that make the tile together
-    static constexpr int GROUPS = 8 / WARPS;        // of warps; each takes its panels of 16 words of a stage
-    static constexpr int PANELS = KW / 16;
-    static constexpr int STAGE = KW * (BM + BN);
-    static constexpr int SUMS = GROUPS > 1 ? GROUPS * BM * BN : 0;
-    static constexpr int SHARED = 2 * STAGE > SUMS ? 2 * STAGE : SUMS;
+    static constexpr int BK = 32;
+    static constexpr int ACROSS = BN / WN;  // warps
+    static constexpr int THREADS = BM / WM * ACROSS * 32;
+    static constexpr int GROUPS = 1;
+    static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
+    static constexpr int PART_A = 4 * BK * BM;         // of them before B
+    static constexpr int SHARED = STAGES * STAGE / 4;
     static constexpr int WIDTH = 4;
+    static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
-    static_assert(GROUPS * WARPS == 8 && PANELS % GROUPS == 0 && WM % 16 == 0 && WN % 16 == 0, "warp tiles");
-    static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");
+    static constexpr int AHEAD = STAGES - 1;
+    static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");
 
     struct Sums {
         float acc[WM / 16][WN / 8][4];
-        float row[4];
+        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
     };
     struct Place {
-        int group, row, column;
+        int row, column;
         __device__ __forceinline__ Place() {
             const int warp = static_cast<int>(threadIdx.x) >> 5;
-            group = warp / WARPS;
-            row = warp % WARPS / ACROSS * WM;
+            row = warp / ACROSS * WM;
             column = warp % ACROSS * WN;
         }
     };
-    typedef LinearStaged<WORD, BM, KW, false> SummedA;
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
-        typedef LinearStaged<WORD, BM, KW, A_INNER> A;
-        typedef LinearStaged<WORD, BN, KW, B_INNER> B;
+        constexpr bool SCALED = A_INNER && !B_INNER;  // others have no scales
+        typedef LinearStaged<BM, A_INNER, THREADS> A;
+        typedef LinearStaged<BN, B_INNER, THREADS> B;
+        const FxShared stages = fx_shared(shared);
         A a;
         B b;
         int depth = 0;  // what is left of the source that a and b read
         int begun = 0;  // sources
         float factor = 1.0f;  // of the source that a and b read
-        const auto begin = [&] {
-            const LinearSource s = source(begun++);
-            factor = s.factor();
-            depth = factor != 0.0f ? s.depth : 0;
-            a = A(s.a);
-            b = B(s.b);
-        };
-        // Makes a and b ready to read the next stage; false if there is none.
-        const auto advance = [&] {
-            depth -= BK;
-            if constexpr (!SUM) {  // with SUM there is but one source, and nothing of it is to be kept
-                while (depth <= 0 && begun < count) begin();
-            }
-            return depth > 0;
-        };
-        const Place at;
-        const int lane = static_cast<int>(threadIdx.x) & 31;
-        const int row = fx_linear_lane_row<PAIRS>(lane);
-        // Where the lane's chunk lies in 16 rows of an even and of an odd panel; 16 rows further odd and even change.
-        const int even_a = fx_linear_chunk<BM>(0, at.row + row, lane & 3);
-        const int even_b = fx_linear_chunk<BN>(0, at.column + row, lane & 3);
-        const int odd_a = even_a ^ 16, odd_b = even_b ^ 16;
-        unsigned* const stages = reinterpret_cast<unsigned*>(shared);
-        int now = 0;  // where the current one of the two stages begins
-        const auto compute = [&] {
-            FX_UNROLL
-            for (int p = 0; p < PANELS / GROUPS; ++p) {
-                const int panel = p * GROUPS + at.group;
-                const bool odd = GROUPS > 1 ? at.group & 1 : p & 1;
-                unsigned fa[WM / 16][2][4], fb[WN / 8][2][2];
-                FX_UNROLL
-                for (int j = 0; j < WN / 8; ++j) {
-                    const int from = odd != (j / 2 % 2 == 1) ? odd_b : even_b;
-                    const uint4 q = *reinterpret_cast<const uint4*>(stages + now + from + BM * KW + panel * BN * 16 +
-                                                                    j / 2 * 256 + j % 2 * 32);
-                    fb[j][0][0] = q.x;
-                    fb[j][0][1] = q.y;
-                    fb[j][1][0] = q.z;
-                    fb[j][1][1] = q.w;
+        int early = 0;  // stages whose B is under way already
+        float scale[STAGES] = {};  // of the stages under way, the one to be used first
+        if constexpr (!SUM) {
+            if (count > 0) {
+                const LinearSource first = source(0);
+                b = B(first.b);
+#pragma unroll 1
+                for (; first.scale == nullptr && early < AHEAD && early * BK < first.depth; ++early) {
+                    b.fetch(stages + early * STAGE + PART_A, first.depth - early * BK);
                 }
-                FX_UNROLL
-                for (int i = 0; i < WM / 16; ++i) {
-                    FX_UNROLL
-                    for (int h = 0; h < 2; ++h) {
-                        const int from = odd != (i % 2 == 1) ? odd_a : even_a;
-                        const uint4 q =
-                            *reinterpret_cast<const uint4*>(stages + now + from + panel * BM * 16 + i * 256 + h * 32);
-                        fa[i][0][h] = q.x;
-                        fa[i][0][h + 2] = q.y;
-                        fa[i][1][h] = q.z;
-                        fa[i][1][h + 2] = q.w;
-                    }
-                }
-                fx_mma<WORD, 2>(sums.acc, fa, fb);
-            }
-        };
-        float held_a[AHEAD][A::UNITS][A::LOADS][4], held_b[AHEAD][B::UNITS][B::LOADS][4], scale[AHEAD];
-        bool more[AHEAD];
-        ready();
-        if (SUM && count > 0) begin();
-        FX_UNROLL
-        for (int n = 0; n < AHEAD; ++n) {
-            more[n] = SUM && n == 0 ? depth > 0 : advance();
-            if (more[n]) {
-                a.fetch(held_a[n], depth);
-                b.fetch(held_b[n], depth);
-                scale[n] = factor;
             }
         }
-        const auto run = [&] {
+        ready();
+        const Place at;
+        const LinearLane<BM, A_INNER> rows(at.row);
+        const LinearLane<BN, B_INNER> columns(at.column);
+        int left = 0;            // stages under way
+        int use = 0, fill = 0;   // where the next stage to be used, and to be filled, begins
 #pragma unroll 1
-            while (true) {
-                FX_UNROLL
-                for (int n = 0; n < AHEAD; ++n) {
-                    if (!more[n]) return;
-                    if constexpr (SUM) {
-                        FX_UNROLL
-                        for (int i = 0; i < A::UNITS * A::LOADS * 4; ++i) {
-                            sums.row[i % 4] += held_a[n][i / 4 / A::LOADS][i / 4 % A::LOADS][i % 4];
-                        }
-                    }
-                    a.stash(stages + now, held_a[n], scale[n]);
-                    b.stash(stages + now + BM * KW, held_b[n], 1.0f);
-                    __syncthreads();
-                    more[n] = advance();
-                    if (more[n]) {
-                        a.fetch(held_a[n], depth);
-                        b.fetch(held_b[n], depth);
-                        scale[n] = factor;
-                    }
-                    compute();
-                    now = STAGE - now;
-                }
+        for (int n = -AHEAD; n < 0 || left > 0; ++n) {
+            if (n >= 0) {
+                fx_copy_wait<AHEAD - 1>();
+                __syncthreads();
             }
-        };
-        run();
+            depth -= BK;
+            while (depth <= 0 && begun < count) {
+                const LinearSource s = source(begun++);
+                factor = s.factor();
+                depth = factor != 0.0f ? s.depth : 0;
+                a = A(s.a);
+                b = B(s.b);
+            }
+            if (depth > 0) {
+                a.fetch(stages + fill, depth);
+                if (n + AHEAD < early) {
+                    b.skip();
+                } else {
+                    b.fetch(stages + fill + PART_A, depth);
+                }
+                ++left;
+            }
+            fx_copy_commit();
+            fill = fill < AHEAD * STAGE ? fill + STAGE : 0;
+            if constexpr (SCALED) {
+                FX_UNROLL
+                for (int i = 0; i < AHEAD; ++i) scale[i] = scale[i + 1];
+                scale[AHEAD] = factor;
+            }
+            if (n < 0) continue;
+
+#pragma unroll(SUM ? 1 : 2)  // the sums of A take registers too
+            for (int panel = 0; panel < 2; ++panel) {
+                fx_linear_panel<WORD>(
+                    sums.acc,
+                    [&](int i, float(&v)[2][4]) {
+                        rows.read(v, stages + use, i, panel);
+                        if constexpr (SUM) {
+                            if (at.column == 0) {
+                                FX_UNROLL
+                                for (int h = 0; h < 2; ++h) {
+                                    sums.row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
+                                }
+                            }
+                        }
+                        if constexpr (SCALED) {
+                            if (scale[0] != 1.0f) {
+                                FX_UNROLL
+                                for (int e = 0; e < 8; ++e) v[e / 4][e % 4] *= scale[0];
+                            }
+                        }
+                    },
+                    [&](int j, float(&v)[2][4]) { columns.read(v, stages + use + PART_A, j, panel); });
+            }
+            use = use < AHEAD * STAGE ? use + STAGE : 0;
+            --left;
+        }
+        fx_copy_wait<0>();
         __syncthreads();
     }
 
-    template <class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Use use) {
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
         const Place at;
-        fx_linear_fragments<StagedTile>(sums.acc, at.group, at.row, at.column, shared, use);
+        fx_linear_fragments<StagedTile, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
     }
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        const Place at;
+        const int lane = static_cast<int>(threadIdx.x) & 31;
         __syncthreads();
-        fx_store(shared + SummedA::sum_part() * BM + SummedA::row(), sums.row, 4, true);
-        return fx_linear_parts_sum<StagedTile>(shared, SummedA::SUM_PARTS);
+        if (at.column == 0) {
+            float* part = shared + (lane & 3) * BM + at.row + 2 * (lane >> 2);
+            FX_UNROLL
+            for (int i = 0; i < WM / 16; ++i) {
+                FX_UNROLL
+                for (int h = 0; h < 2; ++h) part[16 * i + h] = sums.row[i][h];
+            }
+        }
+        return fx_linear_parts_sum<StagedTile>(shared, 4);
     }
 };

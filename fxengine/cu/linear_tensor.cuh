@@ -6,11 +6,11 @@
 #include "linear_staged.cuh"
 
 template <int WORD>
-using Tensor128x128 = StagedTile<WORD, 128, 128, 16, 64, 32, 2>;
-template <int WORD, int KW = WORD == 1 ? 32 : 16>
-using Tensor128x64 = StagedTile<WORD, 128, 64, KW, 64, 16, 1>;
+using Tensor128x128 = StagedTile<WORD, 128, 128, 64, 32, 3>;
 template <int WORD>
-using Tensor64x64 = StagedTile<WORD, 64, 64, 32, WORD == 1 ? 32 : 16, 32, 1>;  // tf32: 2 groups
+using Tensor128x64 = StagedTile<WORD, 128, 64, 64, 32, 3>;
+template <int WORD>
+using Tensor64x64 = StagedTile<WORD, 64, 64, 32, 32, 3>;
 template <int WORD>
 using Tensor32x32 = DirectTile<WORD, 32, 32>;
 template <int WORD>

@@ -7,12 +7,13 @@
 #pragma once
 #include "fx.cuh"
 
-// Round to nearest, ties away from zero; the hardware itself would drop the low bits.
+// Round to nearest, ties away from zero: half of the last place that counts is added, and the product drops what lies
+// below. The maximum keeps the NaN that the hardware makes, 0x7fffffff, from becoming -0: there the sum overflows.
 __device__ __forceinline__ unsigned fx_tf32(float x) {
 #if FX_DEVICE
-    unsigned word;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
-    return word;
+    const int bits = __float_as_int(x);
+    const int rounded = static_cast<int>(static_cast<unsigned>(bits) + 0x1000u);
+    return static_cast<unsigned>(rounded > bits ? rounded : bits);
 #else
     return fx_sim::tf32(x);
 #endif

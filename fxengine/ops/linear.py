@@ -70,6 +70,7 @@ def _families(
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
             late=late,
+            shared=tile.shared,
             alone=tile.rows * tile.columns >= _LARGE_TILE,
             early=early,
         )
@@ -213,7 +214,7 @@ def backward_dx(
         "accumulate": int(accumulate),
     }
     mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, mode, tile) or choose_tile(program.target, m, k, sum(widths), precision=mode)
+    name = _tile(label, mode, tile) or choose_tile(program.target, m, k, sum(widths), kind="dx", precision=mode)
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
 

@@ -1,0 +1,75 @@
+// Shared memory by address, and copies from global memory to it that go on beside their thread (PTX cp.async, since sm_80).
+// A thread closes the copies that it began into a group with fx_copy_commit; after fx_copy_wait<N> all of its groups but
+// the newest N have arrived: for itself, and for the others of the block after a barrier. The simulated device copies at
+// once.
+#pragma once
+#include "fx.cuh"
+
+// An address in shared memory, in bytes: half the registers of a pointer, and never worked out afresh.
+#if FX_DEVICE
+typedef unsigned FxShared;
+#else
+typedef char* FxShared;
+#endif
+
+__device__ __forceinline__ FxShared fx_shared(float* p) {
+#if FX_DEVICE
+    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(p));
+    asm volatile("" : "+r"(address));
+    return address;
+#else
+    return reinterpret_cast<char*>(p);
+#endif
+}
+
+__device__ __forceinline__ void fx_shared_load(float (&v)[4], FxShared from) {
+#if FX_DEVICE
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+        : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(from));
+#else
+    for (int e = 0; e < 4; ++e) v[e] = reinterpret_cast<const float*>(from)[e];
+#endif
+}
+
+__device__ __forceinline__ void fx_shared_load(float& x, float& y, FxShared from) {
+#if FX_DEVICE
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from));
+#else
+    x = reinterpret_cast<const float*>(from)[0];
+    y = reinterpret_cast<const float*>(from)[1];
+#endif
+}
+
+// Four neighbouring floats, of which the first `count` (0 to 4) are read and the rest are zeros. Both addresses are
+// multiples of 16.
+__device__ __forceinline__ void fx_copy_quad(FxShared to, const float* from, int count = 4) {
+#if FX_DEVICE
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(4 * count));
+#else
+    for (int e = 0; e < 4; ++e) reinterpret_cast<float*>(to)[e] = e < count ? from[e] : 0.0f;
+#endif
+}
+
+// One float, or a zero.
+__device__ __forceinline__ void fx_copy_word(FxShared to, const float* from, bool exists) {
+#if FX_DEVICE
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+        :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(exists ? 4 : 0));
+#else
+    *reinterpret_cast<float*>(to) = exists ? *from : 0.0f;
+#endif
+}
+
+__device__ __forceinline__ void fx_copy_commit() {
+#if FX_DEVICE
+    asm volatile("cp.async.commit_group;");
+#endif
+}
+
+template <int N>
+__device__ __forceinline__ void fx_copy_wait() {
+#if FX_DEVICE
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#endif
+}
