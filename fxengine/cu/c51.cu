@@ -17,10 +17,10 @@
 // An infinite reward lands on the outermost atom, as the projection says; a NaN reward makes the row NaN, and so does
 // an action outside [0, n_d), which is looked up nowhere.
 //
-// A warp works on one branch of one row: lane l owns the atoms l, l + 32, ... The softmaxes come ready from fx_dueling
-// (log p = logits - lse). A block holds 8 / D rows, so that dv is added up over the branches in their order. Branches
-// of up to four actions are read once and kept in registers, larger ones are read again for each pass. The wide kernel
-// is one of its own because its registers would cost the other half of its warps.
+// A warp works on one branch of one row: lane l owns the atoms l, l + 32, ..., and of what there is once per action,
+// the actions l, l + 32, ... The softmaxes come ready from fx_dueling (log p = logits - lse). A block holds 8 / D rows,
+// so that dv is added up over the branches in their order. The wide kernel is one of its own because its registers
+// would cost the other half of its warps.
 #include "c51.cuh"
 
 struct C51 {
@@ -45,21 +45,19 @@ struct C51 {
     float* dadv[8];              // per branch [rows, n_d * atoms], all null: no gradient
     float* dv;                   // [rows, atoms], null without dadv or v
     float* td;                   // [rows] or null
-    double* c51_partials;        // [tiles] or null
-    double* cql_partials;        // [tiles] or null
-    double* distill_partials;    // [tiles] or null
-    long long ld_adv[8];         // elements between rows
-    long long ld_adv_target[8];
-    long long ld_dadv[8];
-    long long ld_v;
-    long long ld_q;
-    long long ld_lse;
-    long long ld_v_target;
-    long long ld_lse_target;
-    long long ld_theta;          // elements between quantiles
-    long long ld_actions;
-    long long ld_best;
-    long long ld_dv;
+    double* partials[3];         // of c51, cql and distill: [tiles] or null
+    int ld_adv[8];               // elements between rows
+    int ld_adv_target[8];
+    int ld_dadv[8];
+    int ld_v;
+    int ld_q;
+    int ld_lse;
+    int ld_v_target;
+    int ld_lse_target;
+    int ld_theta;                // elements between quantiles
+    int ld_actions;
+    int ld_best;
+    int ld_dv;
     int offset[8];               // first column of each branch in arrays over all actions
     int sizes[8];                // n_d
     int branches;                // D, 1 to 8
@@ -69,250 +67,252 @@ struct C51 {
     float v_min;
     float spacing;               // (v_max - v_min) / (atoms - 1)
     double atoms_per_unit;       // (atoms - 1) / (v_max - v_min)
+    double branch_share;         // 1 / D
 };
-
-// What a warp adds to the losses of its row, before the means; the weight is that of the row.
-struct C51Losses {
-    float c51;
-    float cql;
-    float distill;
-    float weight;
-};
-
-__device__ __forceinline__ float c51_signal(const float* signal) { return signal != nullptr ? *signal : 0.0f; }
-
-__device__ __forceinline__ float c51_nan() { return __uint_as_float(0x7fc00000u); }
-
-// Gradients of the logits of one action. A loss whose weight is 0 is left out rather than multiplied.
-struct C51Slope {
-    bool spread;   // through q
-    bool cross;    // the cross-entropy
-    float dq;
-    float q;
-    float lse;
-    float factor;  // w_c51 weight / (rows D)
-    float mass;    // sum(m)
-
-    __device__ __forceinline__ float operator()(float logit, float z, float m) const {
-        float g = 0.0f;
-        if (spread || cross) {
-            const float p = expf(logit - lse);
-            if (spread) g = dq * (p * (z - q));
-            if (cross) g += factor * (p * mass - m);
-        }
-        return g;
-    }
-};
-
-template <int CHUNKS, int KEEP>
-__device__ __forceinline__ C51Losses c51_branch(const C51& record, long long row, int d, float* shared) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    const int n = record.sizes[d], atoms = record.atoms, offset = record.offset[d];
-    const bool dueling = record.v != nullptr;
-
-    // Everything that can be on its way at once.
-    const int action = record.actions[row * record.ld_actions + d];
-    const int best = record.best[row * record.ld_best + d];
-    const float disc = record.discount[row];
-    float reward = record.reward[row];
-    C51Losses losses = {};
-    losses.weight = record.weight[row];
-    float base[CHUNKS], next[CHUNKS];
-    c51_load(base, record.v + row * record.ld_v, dueling ? atoms : 0);
-    c51_load(next, record.v_target + row * record.ld_v_target, dueling ? atoms : 0);
-    const C51Advantages<CHUNKS, KEEP> adv(record.adv[d] + row * record.ld_adv[d], n, atoms);
-    const C51Advantages<CHUNKS, KEEP> target(record.adv_target[d] + row * record.ld_adv_target[d], n, atoms);
-    const C51Actions<KEEP> q(record.q + row * record.ld_q + offset, n);
-    const C51Actions<KEEP> lse(record.lse + row * record.ld_lse + offset, n);
-    const C51Actions<KEEP> lse_target(record.lse_target + row * record.ld_lse_target + offset, n);
-    const float w_c51 = c51_signal(record.w_c51), w_cql = c51_signal(record.w_cql);
-    const float w_distill = c51_signal(record.w_distill);
-    const bool known = action >= 0 && action < n;
-    const int taken = known ? action : 0;
-    if (!known) reward = c51_nan();
-    // The first 32 quantiles; the rest, if any, is read where the sum is needed.
-    const int quantiles = record.theta != nullptr ? record.quantiles : 0;
-    const float* quantile = record.theta + row * quantiles * record.ld_theta + offset + taken;
-    float theta = lane < quantiles ? quantile[lane * record.ld_theta] : 0.0f;
-
-    // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
-    // of v_min nearly cancel.
-    const double low = record.v_min;
-    const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) * record.atoms_per_unit);
-    float m[CHUNKS];
-    if (disc == 0.0f) {
-        c51_point(atoms, start, m);
-    } else {
-        if (dueling) target.center(next);
-        const float norm = lse_target.pick(best);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) next[c] = expf(next[c] + target.pick(best, c) - norm);
-        c51_spread(atoms, start, disc, next, shared, m);
-    }
-
-    if (dueling) adv.center(base);
-    float entropy = 0.0f, mass = 0.0f;
-    const float lse_taken = lse.pick(taken);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (lane + 32 * c < atoms) entropy -= m[c] * (base[c] + adv.pick(taken, c) - lse_taken);
-        mass += m[c];
-    }
-    losses.c51 = fx_warp_sum(entropy);
-    mass = fx_warp_sum(mass);
-
-    const float q_taken = known ? q.pick(taken) : c51_nan();
-    float peak = -FX_INF, sum = 0.0f;
-    if constexpr (KEEP > 0) {  // every lane by itself: cheaper than to share
-#pragma unroll
-        for (int a = 0; a < KEEP; ++a) peak = a < n ? fmaxf(peak, q(a)) : peak;
-#pragma unroll
-        for (int a = 0; a < KEEP; ++a) sum += a < n ? expf(q(a) - peak) : 0.0f;
-    } else {
-        for (int a = lane; a < n; a += 32) peak = fmaxf(peak, q(a));
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, step));
-        for (int a = lane; a < n; a += 32) sum += expf(q(a) - peak);
-        sum = fx_warp_sum(sum);
-    }
-    const float q_lse = peak + logf(sum);
-    losses.cql = q_lse - q_taken;
-
-    float gap = 0.0f;
-    if (quantiles > 0) {
-        for (int i = lane + 32; i < quantiles; i += 32) theta += quantile[i * record.ld_theta];
-        gap = q_taken - fx_divide(fx_warp_sum(theta), static_cast<float>(quantiles));
-        losses.distill = 0.5f * gap * gap;
-    }
-    float* dadv = record.dadv[d];
-    if (dadv == nullptr) return losses;
-    dadv += row * record.ld_dadv[d] + lane;
-
-    const float share = fx_divide(1.0f, static_cast<float>(record.rows) * static_cast<float>(record.branches));
-    const float factor = w_c51 * losses.weight * share;
-    const float chosen = fx_scaled(w_distill, gap);
-    const float v_min = record.v_min, spacing = record.spacing;
-    const auto slope = [&](int a) {
-        const bool here = a == taken;
-        const float excess = known ? expf(q(a) - q_lse) - (here ? 1.0f : 0.0f) : c51_nan();
-        const float dq = (fx_scaled(w_cql, excess) + (here ? chosen : 0.0f)) * share;
-        const bool spread = w_cql != 0.0f || (here && w_distill != 0.0f);
-        return C51Slope{spread, here && w_c51 != 0.0f, dq, q(a), lse(a), factor, mass};
-    };
-    // Without room for every gradient, twice over the actions: their mean must be known before the first is stored.
-    const auto gradient = [&](const C51Slope& at, int a, int c) {
-        return at(base[c] + adv(a, c), v_min + static_cast<float>(lane + 32 * c) * spacing, m[c]);
-    };
-    float over[CHUNKS] = {}, kept[KEEP > 0 ? KEEP : 1][CHUNKS];
-#pragma unroll (KEEP > 0 ? KEEP : 1)
-    for (int a = 0; a < (KEEP > 0 ? KEEP : n); ++a) {
-        if (a >= n) break;
-        const C51Slope at = slope(a);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const float g = gradient(at, a, c);
-            over[c] += g;
-            if constexpr (KEEP > 0) kept[a][c] = g;
-        }
-    }
-    const float inverse = fx_divide(1.0f, static_cast<float>(n));
-#pragma unroll (KEEP > 0 ? KEEP : 1)
-    for (int a = 0; a < (KEEP > 0 ? KEEP : n); ++a) {
-        if (a >= n) break;
-        C51Slope at = {};
-        if constexpr (KEEP == 0) at = slope(a);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            if (lane + 32 * c >= atoms) continue;
-            const float g = KEEP > 0 ? kept[KEEP > 0 ? a : 0][c] : gradient(at, a, c);
-            dadv[a * atoms + 32 * c] = dueling ? g - over[c] * inverse : g;
-        }
-    }
-    __syncwarp();  // every lane has read the projected probabilities
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) shared[lane + 32 * c] = over[c];
-    return losses;
-}
 
 template <int ATOMS>
 struct C51Shared {
     C51 record;
-    C51Losses losses[8];
-    float atoms[8][ATOMS];
+    float losses[24];            // c51 of each warp, cql, distill
+    float atoms[8][ATOMS + 1];   // of each warp: its share of dv, and behind the last atom of td
 };
 
-// Sums over the branches of a row and over the rows of a block, once all warps have left their parts.
-template <int ATOMS>
-__device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int tile, int rows, long long first) {
-    const C51& record = shared.record;
-    const int branches = record.branches, atoms = record.atoms;
-    if (float* dv = record.dv; dv != nullptr) {
-        for (int i = static_cast<int>(threadIdx.x); i < rows * atoms; i += 256) {
-            const int r = i / atoms, k = i - r * atoms;
-            float sum = 0.0f;
-            for (int b = 0; b < branches; ++b) sum += shared.atoms[r * branches + b][k];
-            dv[(first + r) * record.ld_dv + k] = sum;
-        }
-    }
-    if (threadIdx.x >= 32) return;
-    const int r = static_cast<int>(threadIdx.x);
-    double c51 = 0.0, cql = 0.0, distill = 0.0;
-    if (r < rows) {
-        C51Losses sum = shared.losses[r * branches];
-        for (int b = 1; b < branches; ++b) {
-            const C51Losses& next = shared.losses[r * branches + b];
-            sum.c51 += next.c51;
-            sum.cql += next.cql;
-            sum.distill += next.distill;
-        }
-        const float td = fx_divide(sum.c51, static_cast<float>(branches));
-        if (record.td != nullptr) record.td[first + r] = td;
-        c51 = static_cast<double>(sum.weight) * td;
-        cql = sum.cql;
-        distill = sum.distill;
-    }
-    c51 = fx_lanes_sum<8>(c51);
-    cql = fx_lanes_sum<8>(cql);
-    distill = fx_lanes_sum<8>(distill);
-    if (r != 0) return;
-    const double share = 1.0 / branches;
-    if (record.c51_partials != nullptr) record.c51_partials[tile] = c51;
-    if (record.cql_partials != nullptr) record.cql_partials[tile] = cql * share;
-    if (record.distill_partials != nullptr) record.distill_partials[tile] = distill * share;
+__device__ __forceinline__ float c51_signal(const float* signal) {
+    return signal != nullptr ? *fx_global(signal) : 0.0f;
 }
 
-// `branch(record, row, d, atoms)` works on one branch of one row.
+__device__ __forceinline__ float c51_nan() { return __uint_as_float(0x7fc00000u); }
+
+// A number of one action. Lane l holds that of action l, of further actions it is in `memory()`.
+template <class Memory>
+__device__ __forceinline__ float c51_pick(float own, Memory memory, int actions, int action) {
+    float value = __shfl_sync(0xffffffffu, own, action & 31);
+    if (actions > 32) value = memory()[action];
+    return value;
+}
+
+// One branch d of one row; leaves its parts of the sums in the block's shared memory.
+template <int CHUNKS, int GROUP, int ATOMS>
+__device__ __forceinline__ void c51_branch(C51Shared<ATOMS>& shared, int row, int d) {
+    const C51& record = shared.record;
+    const int warp = static_cast<int>(threadIdx.x >> 5), lane = static_cast<int>(threadIdx.x & 31u);
+    const int n = record.sizes[d], atoms = record.atoms, offset = record.offset[d];
+    const bool dueling = record.v != nullptr;
+
+    // Everything that can be on its way at once.
+    const int best = c51_row(record.best, record.ld_best, row)[d];
+    const int action = c51_row(record.actions, record.ld_actions, row)[d];
+    const float disc = fx_global(record.discount)[row];
+    float reward = fx_global(record.reward)[row];
+    const float weight = fx_global(record.weight)[row];
+    // Made anew where they are needed again, which is seldom: as variables they would take up registers.
+    const auto q = [&]() { return c51_row(record.q, record.ld_q, row) + offset; };
+    const auto lse = [&]() { return c51_row(record.lse, record.ld_lse, row) + offset; };
+    const auto lse_target = [&]() { return c51_row(record.lse_target, record.ld_lse_target, row) + offset; };
+    const float *first_q = q(), *first_lse = lse(), *first_lse_target = lse_target();
+    float own_q = lane < n ? first_q[lane] : -FX_INF, own_lse = lane < n ? first_lse[lane] : 0.0f;
+    const float own_lse_target = lane < n ? first_lse_target[lane] : 0.0f;
+    const float w_c51 = c51_signal(record.w_c51), w_cql = c51_signal(record.w_cql);
+    const float w_distill = c51_signal(record.w_distill);
+    const float* adv = c51_row(record.adv[d], record.ld_adv[d], row) + lane;
+    const float* adv_target = c51_row(record.adv_target[d], record.ld_adv_target[d], row) + lane;
+    float base[CHUNKS], next[CHUNKS], x[GROUP][CHUNKS], target[GROUP][CHUNKS];
+    c51_load(target, adv_target, 0, n, atoms);
+    c51_load(next, c51_row(record.v_target, record.ld_v_target, row) + lane, dueling ? atoms : 0);
+    c51_load(x, adv, 0, n, atoms);
+    c51_load(base, c51_row(record.v, record.ld_v, row) + lane, dueling ? atoms : 0);
+
+    const bool known = action >= 0 && action < n;
+    const int taken = known ? action : 0;
+    // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
+    // of v_min nearly cancel.
+    const double low = record.v_min;
+    if (!known) reward = c51_nan();
+    const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) * record.atoms_per_unit);
+    float m[CHUNKS], picked[CHUNKS];
+    if (dueling) c51_center(next, target, adv_target, n, atoms);
+    c51_take(picked, target, adv_target, best, n, atoms);
+    // Not earlier, since these addresses have to wait for the action. The first 32 quantiles; the rest, if any, is read
+    // where the sum is needed.
+    const int quantiles = record.theta != nullptr ? record.quantiles : 0;
+    const auto quantile = [&](int i) { return c51_row(record.theta, record.ld_theta, row * quantiles + i) + offset; };
+    float theta = lane < quantiles ? quantile(lane)[taken] : 0.0f;
+    const float norm = c51_pick(own_lse_target, lse_target, n, best);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) next[c] = c51_exp(next[c] + picked[c] - norm);
+    c51_project(atoms, start, disc, next, shared.atoms[warp], m);
+
+    c51_take(picked, x, adv, taken, n, atoms);
+    if (dueling) c51_center(base, x, adv, n, atoms);
+    float q_taken = c51_pick(own_q, q, n, taken);
+    if (!known) q_taken = c51_nan();
+    const float lse_taken = c51_pick(own_lse, lse, n, taken);
+    float peak = own_q;
+#pragma unroll 1
+    for (int a = lane + 32; a < n; a += 32) peak = fmaxf(peak, q()[a]);
+    peak = c51_warp_max(fmaxf(peak, -FX_INF));
+    float sums[4] = {};  // -sum m log p, sum m, sum of the exponentials of q, sum of the quantiles
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        picked[c] = base[c] + picked[c] - lse_taken;  // log p of the action taken
+        sums[0] -= m[c] * picked[c];
+        sums[1] += m[c];
+    }
+    sums[2] = c51_exp(own_q - peak);
+#pragma unroll 1
+    for (int a = lane + 32; a < n; a += 32) sums[2] += c51_exp(q()[a] - peak);
+#pragma unroll 1
+    for (int i = lane + 32; i < quantiles; i += 32) theta += quantile(i)[taken];
+    sums[3] = theta;
+    const float sum = c51_warp_sums(sums);  // eight lanes each
+    const float mass = __shfl_sync(0xffffffffu, sum, 8);
+    const float q_lse = peak + c51_log(__shfl_sync(0xffffffffu, sum, 16));
+    theta = __shfl_sync(0xffffffffu, sum, 24);
+    const float gap = quantiles > 0 ? q_taken - c51_divide(theta, static_cast<float>(quantiles)) : 0.0f;
+    if (lane == 0) {
+        shared.losses[warp] = weight * sum;
+        shared.losses[8 + warp] = q_lse - q_taken;
+        shared.losses[16 + warp] = 0.5f * gap * gap;
+        shared.atoms[warp][atoms] = sum;
+    }
+    float* dadv = record.dadv[d];
+    if (dadv == nullptr) return;
+    dadv = c51_row(dadv, record.ld_dadv[d], row) + lane;
+
+    // A loss whose weight is 0 is left out rather than multiplied.
+    const float share = c51_divide(1.0f, static_cast<float>(record.rows) * static_cast<float>(record.branches));
+    const float factor = w_c51 * weight * share;
+    const float pull = w_cql * share, chosen = fx_scaled(w_distill, gap) * share;
+    const int spread_all = w_cql != 0.0f ? n : 0;           // so many actions have a gradient through q,
+    const int spread_one = w_distill != 0.0f ? taken : -1;  // and this one
+    float z[CHUNKS], over[CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        z[c] = record.v_min + static_cast<float>(lane + 32 * c) * record.spacing;
+        // of the cross-entropy, to the logits of the action taken
+        picked[c] = w_c51 != 0.0f ? factor * (c51_exp(picked[c]) * mass - m[c]) : 0.0f;
+    }
+    const float inverse = c51_divide(1.0f, static_cast<float>(n));
+    // The mean over the actions must be known before the first is stored: up through the groups, and down again. The
+    // last group is stored on the way up, so that a single one is gone through once.
+    const int last = (n - 1) / GROUP * GROUP;
+    int stride = GROUP;
+#pragma unroll 1
+    for (int first = 0; first >= 0; first += stride) {
+        const int a = (first & ~31) + lane;
+        if (last > 0) {
+            c51_load(x, adv, first, n, atoms);
+            own_q = a < n ? q()[a] : 0.0f;
+            own_lse = a < n ? lse()[a] : 0.0f;
+        }
+        const float excess = known ? c51_exp(own_q - q_lse) - (a == taken ? 1.0f : 0.0f) : c51_nan();
+        const float own_dq = fx_scaled(pull, excess) + (a == taken ? chosen : 0.0f);
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            const float dq = __shfl_sync(0xffffffffu, own_dq, (first + g) & 31);
+            const float at_q = __shfl_sync(0xffffffffu, own_q, (first + g) & 31);
+            const float at_lse = __shfl_sync(0xffffffffu, own_lse, (first + g) & 31);
+            const bool spread = first + g < spread_all || first + g == spread_one;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const float p = c51_exp(base[c] + x[g][c] - at_lse);
+                x[g][c] = spread ? dq * (p * (z[c] - at_q)) : 0.0f;
+                if (first + g == taken) x[g][c] += picked[c];
+            }
+        }
+        if (stride > 0) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+                for (int g = 0; g < GROUP; ++g) over[c] += x[g][c];
+            }
+        }
+        if (first == last) stride = -GROUP;  // `over` is complete
+        if (stride > 0) continue;
+        float mean[CHUNKS];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) mean[c] = dueling ? over[c] * inverse : 0.0f;
+        float* to = dadv + first * atoms;
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g, to += atoms) {
+            const int stored = first + g < n ? atoms - lane : 0;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (32 * c < stored) to[32 * c] = x[g][c] - mean[c];
+            }
+        }
+    }
+    // The projection's numbers are no longer needed: every lane has passed the sum over the warp.
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (lane + 32 * c < atoms) shared.atoms[warp][lane + 32 * c] = over[c];
+    }
+}
+
+// Sums over the branches of a row and over the rows of a block, once all warps have left their parts. `row`, `d`: what
+// this warp worked on; row < 0: nothing.
+template <int ATOMS>
+__device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int row, int d) {
+    const C51& record = shared.record;
+    const int branches = record.branches, atoms = record.atoms;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+    if (row >= 0) {
+        // The warps of a row share its atoms.
+#pragma unroll 1
+        for (int k = lane + 32 * d; k <= atoms; k += 32 * branches) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int b = 0; b < 8; ++b) sum += b < branches ? shared.atoms[warp - d + b][k] : 0.0f;
+            if (k == atoms) sum = c51_divide(sum, static_cast<float>(branches));
+            float* out = k < atoms ? record.dv : record.td;
+            if (out != nullptr) c51_row(out, k < atoms ? record.ld_dv : 1, row)[k < atoms ? k : 0] = sum;
+        }
+    }
+    if (thread >= 24) return;
+    // Eight lanes per loss.
+    double sum = shared.losses[thread];
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0x00ffffffu, sum, offset);
+    double* out = (thread & 7) == 0 ? record.partials[thread >> 3] : nullptr;
+    if (out != nullptr) fx_global(out)[static_cast<int>(blockIdx.x) - record.first_tile] = sum * record.branch_share;
+}
+
+// `branch(shared, row, d)` works on one branch of one row.
 template <int ATOMS, class Branch>
 __device__ __forceinline__ void c51_block(const C51* table, int count, C51Shared<ATOMS>& shared, Branch branch) {
     int tile;
-    fx_record(table, count, tile, shared.record);
-    const int warp = static_cast<int>(threadIdx.x >> 5);
-    const int branches = shared.record.branches;
-    const int block_rows = 8 / branches;
-    const long long first = static_cast<long long>(tile) * block_rows;
-    const int local = warp / branches, d = warp - local * branches;
-    const long long left = shared.record.rows - first;
-    const int rows = static_cast<int>(left < block_rows ? left : block_rows);
+    const C51& record = fx_record(table, count, tile, shared.record);
+    const int warp = static_cast<int>(threadIdx.x >> 5), lane = static_cast<int>(threadIdx.x & 31u);
+    // Quotients of small whole numbers, half a unit away from where rounding could matter.
+    const float branches = static_cast<float>(record.branches);
+    const int block_rows = static_cast<int>(c51_divide(8.5f, branches));
+    const int local = static_cast<int>(c51_divide(static_cast<float>(warp) + 0.5f, branches));
+    const int d = warp - local * record.branches;
+    int row = tile * block_rows + local;
+    if (local >= block_rows || row >= record.rows) row = -1;
     fx_wait();
     fx_trigger();
-    if (local < rows) {
-        const C51Losses losses = branch(shared.record, first + local, d, shared.atoms[warp]);
-        if ((threadIdx.x & 31u) == 0) shared.losses[warp] = losses;
+    if (row >= 0) {
+        branch(shared, row, d);
+    } else if (lane < 3) {
+        shared.losses[8 * lane + warp] = 0.0f;
     }
     __syncthreads();
-    c51_finish(shared, tile, rows, first);
+    c51_finish(shared, row, d);
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_c51(const C51* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 4) fx_c51(const C51* table, int count) {
     __shared__ C51Shared<64> shared;
-    c51_block(table, count, shared, [](const C51& record, long long row, int d, float* atoms) {
-        return record.sizes[d] <= 4 ? c51_branch<2, 4>(record, row, d, atoms) : c51_branch<2, 0>(record, row, d, atoms);
-    });
+    c51_block(table, count, shared, [](C51Shared<64>& block, int row, int d) { c51_branch<2, 4>(block, row, d); });
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_c51_wide(const C51* table, int count) {
     __shared__ C51Shared<256> shared;
-    c51_block(table, count, shared, [](const C51& record, long long row, int d, float* atoms) {
-        return record.atoms <= 128 ? c51_branch<4, 0>(record, row, d, atoms) : c51_branch<8, 0>(record, row, d, atoms);
+    c51_block(table, count, shared, [](C51Shared<256>& block, int row, int d) {
+        if (block.record.atoms <= 128) {
+            c51_branch<4, 2>(block, row, d);
+        } else {
+            c51_branch<8, 1>(block, row, d);
+        }
     });
 }

@@ -1,128 +1,176 @@
-// Pieces of c51.cu: what a warp keeps of a branch, and the categorical projection. Lane l owns the atoms l, l + 32, ...
+// Pieces of dueling.cu and c51.cu. Lane l of a warp owns the atoms l, l + 32, ..., CHUNKS of them, of GROUP actions at
+// a time; further actions go through the same code again. A graph runs a kernel's code once a step, cold: short code is
+// worth more than special cases.
 #pragma once
 #include "fx.cuh"
 
-// One number per action: in registers if there are at most KEEP, else (KEEP = 0) in memory.
-template <int KEEP>
-struct C51Actions {
-    const float* memory;
-    int n;
-    float kept[KEEP > 0 ? KEEP : 1];
+// exp(x), log(x) and a / b in two instructions, without the care for subnormal numbers, which count as 0.
+// Relative error of c51_exp: 2^-22 + |x| 2^-24, of c51_divide: 2^-22; absolute error of c51_log near 1: 2^-22.
+__device__ __forceinline__ float c51_exp(float x) {
+#if FX_DEVICE
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
+#else
+    return expf(x);
+#endif
+}
 
-    __device__ __forceinline__ C51Actions(const float* from, int actions) : memory(from), n(actions) {
-#pragma unroll
-        for (int a = 0; a < KEEP; ++a) kept[a] = a < n ? memory[a] : 0.0f;
-    }
-    // For an index that is known only now.
-    __device__ __forceinline__ float pick(int action) const {
-        if constexpr (KEEP == 0) return memory[action];
-        float value = kept[0];
-#pragma unroll
-        for (int a = 1; a < KEEP; ++a) value = a == action ? kept[a] : value;
-        return value;
-    }
-    __device__ __forceinline__ float operator()(int a) const { return KEEP > 0 ? kept[KEEP > 0 ? a : 0] : memory[a]; }
-};
+__device__ __forceinline__ float c51_log(float x) {
+#if FX_DEVICE
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * 0.693147181f;
+#else
+    return logf(x);
+#endif
+}
 
-// The lane's atoms of the advantages of all actions, likewise; 0 beyond the last atom.
-template <int CHUNKS, int KEEP>
-struct C51Advantages {
-    const float* memory;
-    int n, atoms;
-    float kept[KEEP > 0 ? KEEP : 1][CHUNKS];
+__device__ __forceinline__ float c51_divide(float a, float b) {
+#if FX_DEVICE
+    float y;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a / b;
+#endif
+}
 
-    __device__ __forceinline__ C51Advantages(const float* from, int actions, int count)
-        : memory(from + (threadIdx.x & 31u)), n(actions), atoms(count) {
+// Row `row` of a matrix whose rows are `ld` elements, less than 2 GB, apart. Written out, because the compiler would make
+// sums of 64-bit indices, four instructions for each address derived from it, and keep more of them than it has
+// registers for.
+template <class T>
+__device__ __forceinline__ T* c51_row(T* matrix, int ld, int row) {
+#if FX_DEVICE
+    T* place;
+    const int bytes = ld * static_cast<int>(sizeof(T));
+    asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(place) : "r"(row), "r"(bytes), "l"(matrix));
+    return fx_global(place);
+#else
+    return matrix + static_cast<long long>(row) * ld;
+#endif
+}
+
+// Largest x of the warp, none of which is NaN. One instruction for whole numbers: a float's bits are ordered as one
+// once those of negative numbers are turned round. Zeros of both signs pass as they are, 0 above -0.
+__device__ __forceinline__ float c51_warp_max(float x) {
+    const auto turned = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
+    return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(x)))));
+}
+
+// Sums of N numbers over the warp, N a power of two: lane l gets that of number l * N / 32. Each exchange halves what
+// is left to add, where N butterflies would take log2(32) N shuffles.
+template <int N>
+__device__ __forceinline__ float c51_warp_sums(float (&x)[N]) {
+    const int lane = static_cast<int>(threadIdx.x & 31u);
 #pragma unroll
-        for (int a = 0; a < KEEP; ++a) {
+    for (int half = N / 2; half > 0; half /= 2) {
+        const int offset = 32 * half / N;
+        const bool upper = (lane & offset) != 0;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) kept[a][c] = a < n ? load(a, c) : 0.0f;
+        for (int i = 0; i < half; ++i) {
+            const float sent = upper ? x[i] : x[i + half];
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(0xffffffffu, sent, offset);
         }
     }
-    __device__ __forceinline__ float load(int a, int c) const {
-        return static_cast<int>(threadIdx.x & 31u) + 32 * c < atoms ? memory[a * atoms + 32 * c] : 0.0f;
-    }
-    __device__ __forceinline__ float pick(int action, int c) const {
-        if constexpr (KEEP == 0) return load(action, c);
-        float value = kept[0][c];
-#pragma unroll
-        for (int a = 1; a < KEEP; ++a) value = a == action ? kept[a][c] : value;
-        return value;
-    }
-    __device__ __forceinline__ float operator()(int a, int c) const {
-        return KEEP > 0 ? kept[KEEP > 0 ? a : 0][c] : load(a, c);
-    }
-    // v becomes the logits of all actions less their own advantages: v - mean_a adv.
-    __device__ __forceinline__ void center(float (&v)[CHUNKS]) const {
-        float sum[CHUNKS] = {};
-#pragma unroll (KEEP > 0 ? KEEP : 1)
-        for (int a = 0; a < (KEEP > 0 ? KEEP : n); ++a) {
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) sum[c] += (*this)(a, c);
-        }
-        const float share = fx_divide(1.0f, static_cast<float>(n));
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) v[c] -= sum[c] * share;
-    }
-};
+    return fx_lanes_sum<32 / N>(x[0]);
+}
 
-// The lane's atoms of one row.
+// The lane's atoms of one row, 0 beyond the last. `from` points to the lane's first.
 template <int CHUNKS>
 __device__ __forceinline__ void c51_load(float (&x)[CHUNKS], const float* from, int atoms) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
+    const int left = atoms - static_cast<int>(threadIdx.x & 31u);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) x[c] = lane + 32 * c < atoms ? from[lane + 32 * c] : 0.0f;
+    for (int c = 0; c < CHUNKS; ++c) x[c] = 32 * c < left ? from[32 * c] : 0.0f;
 }
 
-// m of a row whose discount is 0: the mass lies at `start`.
-template <int CHUNKS>
-__device__ __forceinline__ void c51_point(int atoms, float start, float (&m)[CHUNKS]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    const float top = static_cast<float>(atoms - 1);
-    const float u = start < 0.0f ? 0.0f : start > top ? top : start;  // NaN passes
+// The lane's atoms of the actions first, first + 1, ..., 0 beyond the last. `from` points to its first of action 0.
+template <int CHUNKS, int GROUP>
+__device__ __forceinline__ void c51_load(float (&x)[GROUP][CHUNKS], const float* from, int first, int actions,
+                                         int atoms) {
+    from += first * atoms;
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g, from += atoms) c51_load(x[g], from, first + g < actions ? atoms : 0);
+}
+
+// v becomes the logits of all actions less their own advantages: v - mean_a adv. `x`: those of the first group.
+template <int CHUNKS, int GROUP>
+__device__ __forceinline__ void c51_center(float (&v)[CHUNKS], const float (&x)[GROUP][CHUNKS], const float* adv,
+                                           int actions, int atoms) {
+    float sum[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const float hat = 1.0f - fabsf(u - static_cast<float>(lane + 32 * c));
-        m[c] = lane + 32 * c >= atoms || hat < 0.0f ? 0.0f : hat;
+        sum[c] = x[0][c];
+#pragma unroll
+        for (int g = 1; g < GROUP; ++g) sum[c] += x[g][c];
     }
+#pragma unroll 1
+    for (int first = GROUP; first < actions; first += GROUP) {
+        float more[GROUP][CHUNKS];
+        c51_load(more, adv, first, actions, atoms);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) sum[c] += more[g][c];
+        }
+    }
+    const float share = c51_divide(1.0f, static_cast<float>(actions));
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) v[c] -= sum[c] * share;
 }
 
-// m of any other row, from the probabilities p of the lane's atoms. What falls on the outermost atoms from beyond them
-// is summed over the warp; what falls between two atoms is looked for from each: only the j with |u_j - k| < 1 count,
-// one more on both sides in case rounding moved them. NaN and tiny discounts look at all.
-// `shared`: 32 * CHUNKS floats of this warp's own.
+// The lane's atoms of one action. `x`: those of the first group.
+template <int CHUNKS, int GROUP>
+__device__ __forceinline__ void c51_take(float (&y)[CHUNKS], const float (&x)[GROUP][CHUNKS], const float* adv,
+                                         int action, int actions, int atoms) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        y[c] = x[0][c];
+#pragma unroll
+        for (int g = 1; g < GROUP; ++g) y[c] = g == action ? x[g][c] : y[c];
+    }
+    if (actions > GROUP) c51_load(y, adv + action * atoms, atoms);
+}
+
+// Categorical projection: m_k = sum_j p_j max(0, 1 - |u_j - k|), u_j = start + disc j limited to [0, top], from the
+// probabilities p of the lane's atoms. What falls on the outermost atoms from beyond them is summed over the warp; what
+// falls between two atoms is looked for from each: only the j with |u_j - k| < 1 count, one more on both sides in case
+// rounding moved them. NaN and tiny discounts look at all. With a discount of 0, whatever p holds, all mass lies at
+// `start`. `shared`: 32 * CHUNKS floats of this warp's own.
 template <int CHUNKS>
-__device__ __forceinline__ void c51_spread(int atoms, float start, float disc, const float (&p)[CHUNKS], float* shared,
-                                           float (&m)[CHUNKS]) {
+__device__ __forceinline__ void c51_project(int atoms, float start, float disc, const float (&p)[CHUNKS], float* shared,
+                                            float (&m)[CHUNKS]) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     const float top = static_cast<float>(atoms - 1);
     const bool near = disc >= 0.01f;
-    const float inverse = fx_divide(1.0f, disc);
-    const int span = near ? static_cast<int>(ceilf(2.0f * inverse)) + 2 : atoms;
-    float below = 0.0f, above = 0.0f;
-    int from[CHUNKS];
+    const float inverse = c51_divide(1.0f, disc);
+    const int span = near ? static_cast<int>(ceilf(2.0f * inverse)) + 2 : disc == 0.0f ? 1 : atoms;
+    float outside[2] = {};  // below, above
+    float from[CHUNKS];     // the j that are looked at next
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
-        shared[k] = p[c];
-        const float u = fmaf(static_cast<float>(k), disc, start);
-        below += k < atoms && u <= 0.0f ? p[c] : 0.0f;
-        above += k < atoms && u >= top ? p[c] : 0.0f;
-        const float first = floorf((static_cast<float>(k) - 1.0f - start) * inverse);
-        from[c] = near ? static_cast<int>(fminf(fmaxf(first, 0.0f), top)) : 0;
+        const float k = static_cast<float>(lane + 32 * c);
+        const float mass = disc == 0.0f ? (lane + 32 * c == 0 ? 1.0f : 0.0f) : k <= top ? p[c] : 0.0f;
+        const float u = fmaf(k, disc, start);
+        outside[0] += u <= 0.0f ? mass : 0.0f;
+        outside[1] += u >= top ? mass : 0.0f;
+        shared[lane + 32 * c] = u <= 0.0f || u >= top ? 0.0f : mass;
+        from[c] = near ? fminf(fmaxf(floorf((k - 1.0f - start) * inverse), 0.0f), top) : 0.0f;
         m[c] = 0.0f;
     }
-    below = fx_warp_sum(below);
-    above = fx_warp_sum(above);
+    const float sums = c51_warp_sums(outside);
+    const float below = __shfl_sync(0xffffffffu, sums, 0), above = __shfl_sync(0xffffffffu, sums, 31);
     __syncwarp();
+    const float* at[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) at[c] = shared + static_cast<int>(from[c]);
+#pragma unroll 1
     for (int s = 0; s < span; ++s) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const int j = from[c] + s;
-            const float u = fmaf(static_cast<float>(j), disc, start);
-            const float hat = 1.0f - fabsf(u - static_cast<float>(lane + 32 * c));
-            const bool counts = j < atoms && !(u <= 0.0f) && !(u >= top) && !(hat <= 0.0f);  // NaN does
-            if (counts) m[c] += shared[j] * hat;
+            const float hat = 1.0f - fabsf(fmaf(from[c], disc, start) - static_cast<float>(lane + 32 * c));
+            if (from[c] <= top && !(hat <= 0.0f)) m[c] += at[c][s] * hat;  // NaN counts
+            from[c] += 1.0f;
         }
     }
 #pragma unroll

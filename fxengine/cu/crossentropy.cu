@@ -9,8 +9,9 @@
 //   correct_partials[tile] = number of valid rows whose argmax is the label (lowest index on ties, NaN never wins,
 //                         all NaN gives 0)
 // Every output may be null; without labels all rows count as masked. A row is worked on by 2, 8 or 32 lanes, so a tile
-// has 128, 32 or 8 rows. The row is read three times rather than kept: any number of classes fits, and the second and
-// third reads hit the first-level cache.
+// has 128, 32 or 8 rows. A lane keeps the first of its classes and reads the others, if any, three times: any number of
+// classes fits, and the second and third reads hit the first-level cache. The number of lanes is known only to the
+// launch and no loop is unrolled, because code that is run for the first time costs more than its instructions.
 #include "fx.cuh"
 
 struct CrossEntropy {
@@ -25,49 +26,85 @@ struct CrossEntropy {
     float* wire;            // [rows], wire_stride apart, or null
     double* loss_partials;  // [tiles] or null
     int* correct_partials;  // [tiles] or null
-    long long ld_logits;    // floats between rows
-    long long ld_dlogits;
-    long long ld_probabilities;
-    long long wire_stride;
+    int ld_logits;          // floats between rows
+    int ld_dlogits;
+    int ld_probabilities;
+    int wire_stride;
     int rows;
     int classes;
-    int lanes;              // lanes per row: 2, 8 or 32
+    int lanes;              // per row: 2, 8 or 32
 };
 
 // Every block counts all labels for itself: that is cheaper than a launch that only counts, and the order of a sum of
-// whole numbers does not matter.
+// whole numbers does not matter. Eight loads are under way at a time.
 __device__ __forceinline__ int count_valid(const CrossEntropy& record, int* scratch) {
+    const int thread = static_cast<int>(threadIdx.x), rows = record.rows;
+    const unsigned classes = static_cast<unsigned>(record.classes);
     int valid = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < record.rows; i += 256) {
-        const int label = record.labels[i];
-        valid += label >= 0 && label < record.classes;
+#pragma unroll 1
+    for (int first = thread; first < rows; first += 8 * 256) {
+        const int* labels = fx_global(record.labels) + first;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int label = first + 256 * i < rows ? labels[256 * i] : -1;
+            valid += static_cast<unsigned>(label) < classes;  // a negative one is large
+        }
     }
-    return fx_block_sum(valid, scratch);
+    valid = __reduce_add_sync(0xffffffffu, valid);
+    if ((thread & 31) == 0) scratch[thread >> 5] = valid;
+    __syncthreads();
+    int total = scratch[0];
+#pragma unroll
+    for (int warp = 1; warp < 8; ++warp) total += scratch[warp];
+    return total;
 }
 
-// The outputs' fields are read where they are used: held in registers from the start they would be spilled.
-template <int LANES>
-__device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, int tile, int total, double* losses, int* hits) {
-    constexpr int none = 0x7fffffff;
-    const int lane = static_cast<int>(threadIdx.x) % LANES;
-    const long long row = static_cast<long long>(tile) * (256 / LANES) + static_cast<int>(threadIdx.x) / LANES;
+// Sum over groups of `lanes` neighbouring lanes, as fx_lanes_sum.
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+#pragma unroll 1
+    for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEntropy* table, int count) {
+    constexpr int NONE = 0x7fffffff;
+    __shared__ double losses[8];
+    __shared__ int hits[8];
+    __shared__ int labelled[8];
+    __shared__ CrossEntropy place;
+    int tile;
+    const CrossEntropy& record = fx_record(table, count, tile, place);
+    const int thread = static_cast<int>(threadIdx.x), lanes = record.lanes, lane = thread & (lanes - 1);
+    const int shift = 31 - __clz(lanes), row = tile * (256 >> shift) + (thread >> shift);
     const bool live = row < record.rows;  // lanes past the last row still take part in the shuffles
     const int classes = live ? record.classes : 0;
-    const float* logits = record.logits + (live ? row * record.ld_logits : 0);
-    const int label = live && record.labels != nullptr ? record.labels[row] : -1;
+    const float* logits = fx_global(record.logits);
+    if (live) logits += static_cast<long long>(row) * record.ld_logits;
+    fx_wait();
+    fx_trigger();
+    const int label = live && record.labels != nullptr ? fx_global(record.labels)[row] : -1;
+    const float own_logit = lane < classes ? logits[lane] : -FX_INF;
+    const float weight = record.dlogits != nullptr ? *fx_global(record.weight) : 0.0f;
+    const int total = record.labels != nullptr ? count_valid(record, labelled) : 0;
+    if (tile == 0 && thread == 0 && record.valid != nullptr) *fx_global(record.valid) = total;
     const bool valid = label >= 0 && label < classes;
 
     float peak = -FX_INF;
-    int best = none;
-    for (int i = lane; i < classes; i += LANES) {
+    int best = NONE;
+    if (own_logit > peak || (own_logit == peak && lane < classes)) {
+        peak = own_logit;
+        best = lane;
+    }
+#pragma unroll 1
+    for (int i = lane + lanes; i < classes; i += lanes) {
         const float x = logits[i];
         if (x > peak || (x == peak && i < best)) {
             peak = x;
             best = i;
         }
     }
-#pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2) {
+#pragma unroll 1
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
         const float other_peak = __shfl_xor_sync(0xffffffffu, peak, offset);
         const int other_best = __shfl_xor_sync(0xffffffffu, best, offset);
         if (other_peak > peak || (other_peak == peak && other_best < best)) {
@@ -77,61 +114,52 @@ __device__ __forceinline__ void crossentropy_rows(const CrossEntropy& record, in
     }
     // The label's own share is kept apart: 1 - p and -log p of a row that is nearly right are made of the rest alone,
     // and would vanish in the rounding of the whole.
-    float rest = 0.0f;
-    for (int i = lane; i < classes; i += LANES) rest += i == label ? 0.0f : expf(logits[i] - peak);
-    rest = fx_lanes_sum<LANES>(rest);
+    const float own_exp = expf(own_logit - peak);
+    float rest = lane == label || lane >= classes ? 0.0f : own_exp;
+#pragma unroll 1
+    for (int i = lane + lanes; i < classes; i += lanes) rest += i == label ? 0.0f : expf(logits[i] - peak);
+    rest = lanes_sum(rest, lanes);
     const float distance = valid ? logits[label] - peak : 0.0f;
-    const float own = valid ? expf(distance) : 0.0f;
-    const float sum = rest + own;
+    const float sum = valid ? rest + expf(distance) : rest;
     const float inverse = fx_divide(1.0f, sum);
 
-    const bool counts = valid && lane == 0;
-    if (double* out = record.loss_partials; out != nullptr) {
-        const float loss = distance == 0.0f ? log1pf(rest) : logf(sum) - distance;
-        const double sum_of_tile = fx_block_sum(counts ? static_cast<double>(loss) : 0.0, losses);
-        if (threadIdx.x == 0) out[tile] = sum_of_tile;
+    if (record.wire != nullptr) {  // two classes, two lanes
+        float* out = fx_global(record.wire) + static_cast<long long>(row) * record.wire_stride;
+        const float other = __shfl_xor_sync(0xffffffffu, own_exp, 1);
+        if (live && lane == 0) *out = (other - own_exp) * inverse;
     }
-    if (int* out = record.correct_partials; out != nullptr) {
-        const int right = fx_block_sum(counts && label == (best == none ? 0 : best) ? 1 : 0, hits);
-        if (threadIdx.x == 0) out[tile] = right;
-    }
-
-    if (float* out = record.probabilities; out != nullptr) {
-        out += row * record.ld_probabilities;
-        for (int i = lane; i < classes; i += LANES) out[i] = expf(logits[i] - peak) * inverse;
-    }
-    if (float* out = record.wire; out != nullptr && live && lane == 0) {
-        out[row * record.wire_stride] = (expf(logits[1] - peak) - expf(logits[0] - peak)) * inverse;
-    }
-    if (float* out = record.dlogits; out != nullptr) {
-        out += row * record.ld_dlogits;
-        const float weight = *record.weight;
+    if (const bool asked = record.probabilities != nullptr, trained = record.dlogits != nullptr; asked || trained) {
+        float* probabilities = record.probabilities + static_cast<long long>(row) * record.ld_probabilities;
+        float* dlogits = record.dlogits + static_cast<long long>(row) * record.ld_dlogits;
         const float scale = fx_divide(weight, static_cast<float>(total > 1 ? total : 1));
         const bool flows = valid && weight != 0.0f;
-        for (int i = lane; i < classes; i += LANES) {
-            const float slope = i == label ? -(rest * inverse) : expf(logits[i] - peak) * inverse;
-            out[i] = flows ? scale * slope : 0.0f;
+#pragma unroll 1
+        for (int i = lane; i < classes; i += lanes) {
+            const float p = (i == lane ? own_exp : expf(logits[i] - peak)) * inverse;
+            if (asked) fx_global(probabilities)[i] = p;
+            if (trained) fx_global(dlogits)[i] = flows ? scale * (i == label ? -(rest * inverse) : p) : 0.0f;
         }
     }
-}
 
-extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEntropy* table, int count) {
-    __shared__ double losses[8];
-    __shared__ int hits[8];
-    __shared__ int labelled[8];
-    __shared__ CrossEntropy place;
-    int tile;
-    const CrossEntropy& record = fx_record(table, count, tile, place);
-    const int lanes = record.lanes;
-    fx_wait();
-    fx_trigger();
-    const int valid = record.labels != nullptr ? count_valid(record, labelled) : 0;
-    if (tile == 0 && threadIdx.x == 0 && record.valid != nullptr) *record.valid = valid;
-    if (lanes == 2) {
-        crossentropy_rows<2>(record, tile, valid, losses, hits);
-    } else if (lanes == 8) {
-        crossentropy_rows<8>(record, tile, valid, losses, hits);
-    } else {
-        crossentropy_rows<32>(record, tile, valid, losses, hits);
+    if (record.loss_partials == nullptr && record.correct_partials == nullptr) return;
+    const bool counts = valid && lane == 0;
+    double loss = 0.0;
+    if (counts) loss = distance == 0.0f ? log1pf(rest) : logf(sum) - distance;
+    loss = fx_warp_sum(loss);
+    const unsigned right = __ballot_sync(0xffffffffu, counts && label == (best == NONE ? 0 : best));
+    if ((thread & 31) == 0) {
+        losses[thread >> 5] = loss;
+        hits[thread >> 5] = __popc(right);
     }
+    __syncthreads();
+    if (thread != 0) return;
+    int correct = hits[0];
+    loss = losses[0];
+#pragma unroll
+    for (int warp = 1; warp < 8; ++warp) {
+        loss += losses[warp];
+        correct += hits[warp];
+    }
+    if (record.loss_partials != nullptr) fx_global(record.loss_partials)[tile] = loss;
+    if (record.correct_partials != nullptr) fx_global(record.correct_partials)[tile] = correct;
 }

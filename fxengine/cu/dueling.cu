@@ -6,9 +6,9 @@
 //   policy[b, :]    = softmax of q[b, :] over the actions
 //   best[b]         = argmax of q[b, :]: the lowest index on ties, NaN never wins, all NaN gives 0
 // Everything overwrites; lse, policy and best may be null. A warp works on a row: lane l owns the atoms l, l + 32, ...,
-// held in registers, so up to 256 of them; several actions at a time, because each takes three warp reductions and
-// those of different actions do not wait for each other. A tile has 8 rows.
-#include "fx.cuh"
+// held in registers, so up to 256 of them; several actions at a time, whose loads and reductions do not wait for each
+// other. A tile has 8 rows.
+#include "c51.cuh"
 
 struct Dueling {
     int first_tile;
@@ -19,12 +19,12 @@ struct Dueling {
     float* lse;           // [rows, actions] or null
     float* policy;        // [rows, actions] or null
     int* best;            // [rows], best_stride apart, or null
-    long long ld_v;       // elements between rows
-    long long ld_adv;
-    long long ld_q;
-    long long ld_lse;
-    long long ld_policy;
-    long long best_stride;
+    int ld_v;             // elements between rows
+    int ld_adv;
+    int ld_q;
+    int ld_lse;
+    int ld_policy;
+    int best_stride;
     int rows;
     int actions;
     int atoms;            // 2 to 256
@@ -34,107 +34,107 @@ struct Dueling {
 
 // CHUNKS atoms per lane, GROUP actions at a time.
 template <int CHUNKS, int GROUP>
-__device__ __forceinline__ void dueling_row(const Dueling& record, long long row) {
+__device__ __forceinline__ void dueling_row(const Dueling& record, int row) {
+    constexpr int LANES = 32 / GROUP;  // that finish one action of a group
+    constexpr int NONE = 0x7fffffff;
     const int lane = static_cast<int>(threadIdx.x & 31u);
+    const int mine = lane / LANES;
     const int atoms = record.atoms, actions = record.actions;
-    const float* adv = record.adv + row * record.ld_adv;
-    float* q = record.q + row * record.ld_q;
+    const float* adv = c51_row(record.adv, record.ld_adv, row) + lane;
+    float* q = c51_row(record.q, record.ld_q, row);
 
-    float base[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) base[c] = 0.0f;
+    float x[GROUP][CHUNKS], base[CHUNKS] = {}, z[CHUNKS];
+    c51_load(x, adv, 0, actions, atoms);
     if (record.v != nullptr) {
-        const float* v = record.v + row * record.ld_v;
-        for (int a = 0; a < actions; ++a) {
+        c51_load(base, c51_row(record.v, record.ld_v, row) + lane, atoms);
+        c51_center(base, x, adv, actions, atoms);
+    }
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                const int k = lane + 32 * c;
-                if (k < atoms) base[c] += adv[a * atoms + k];
-            }
-        }
-        const float share = fx_divide(1.0f, static_cast<float>(actions));
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int k = lane + 32 * c;
-            base[c] = k < atoms ? v[k] - base[c] * share : 0.0f;
-        }
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (lane + 32 * c >= atoms) base[c] = -FX_INF;  // no probability beyond the last atom
+        z[c] = record.v_min + static_cast<float>(lane + 32 * c) * record.spacing;
     }
 
-    int best = 0;
-    float top = 0.0f;
+    float value = 0.0f, top = -FX_INF;  // of the lane's own actions
+    int best = NONE;
+#pragma unroll 1
     for (int first = 0; first < actions; first += GROUP) {
-        float x[GROUP][CHUNKS], peak[GROUP], sum[GROUP], moment[GROUP];
+        if (first > 0) c51_load(x, adv, first, actions, atoms);
+        float peak[GROUP], sums[2 * GROUP];
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
             peak[g] = -FX_INF;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                const int k = lane + 32 * c;
-                const bool there = first + g < actions && k < atoms;
-                x[g][c] = there ? base[c] + adv[(first + g) * atoms + k] : -FX_INF;
+                x[g][c] += base[c];
                 peak[g] = fmaxf(peak[g], x[g][c]);
             }
-        }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-#pragma unroll
-            for (int g = 0; g < GROUP; ++g) peak[g] = fmaxf(peak[g], __shfl_xor_sync(0xffffffffu, peak[g], offset));
+            peak[g] = c51_warp_max(peak[g]);
         }
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
-            sum[g] = moment[g] = 0.0f;
+            const float e = c51_exp(x[g][0] - peak[g]);
+            float sum = e, moment = z[0] * e;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                const float e = expf(x[g][c] - peak[g]);  // 0 beyond the last atom
-                sum[g] += e;
-                moment[g] += (record.v_min + static_cast<float>(lane + 32 * c) * record.spacing) * e;
+            for (int c = 1; c < CHUNKS; ++c) {
+                const float e = c51_exp(x[g][c] - peak[g]);
+                sum += e;
+                moment += z[c] * e;
             }
+            sums[2 * g] = sum;
+            sums[2 * g + 1] = moment;
         }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-#pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], offset);
-                moment[g] += __shfl_xor_sync(0xffffffffu, moment[g], offset);
-            }
+        // Half of an action's lanes get its sum, the others its moment.
+        const float own = c51_warp_sums(sums), other = __shfl_xor_sync(0xffffffffu, own, LANES / 2);
+        const bool has_moment = (lane & (LANES / 2)) != 0;
+        const float sum = has_moment ? other : own, moment = has_moment ? own : other;
+        const int a = first + mine;
+        value = c51_divide(moment, sum);
+        if (a >= actions) continue;
+        if (value > top) {
+            top = value;
+            best = a;
         }
+        if (lane % LANES != 0) continue;
+        q[a] = value;
+        if (record.lse != nullptr) {
+            float shift = peak[0];
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            const int a = first + g;
-            if (a >= actions) break;
-            const float value = fx_divide(moment[g], sum[g]);
-            if (a == 0 || value > top || (top != top && value == value)) {
-                top = value;
-                best = a;
-            }
-            if (lane == (a & 31)) {
-                q[a] = value;
-                if (record.lse != nullptr) record.lse[row * record.ld_lse + a] = peak[g] + logf(sum[g]);
-            }
+            for (int g = 1; g < GROUP; ++g) shift = g == mine ? peak[g] : shift;
+            c51_row(record.lse, record.ld_lse, row)[a] = shift + c51_log(sum);
         }
     }
 
-    if (record.best != nullptr && lane == 0) record.best[row * record.best_stride] = best;
-    if (record.policy != nullptr) {  // top is the largest q; a lane reads back what it wrote itself
-        float* policy = record.policy + row * record.ld_policy;
+    if (record.best == nullptr && record.policy == nullptr) return;
+    const float highest = c51_warp_max(top);
+    if (record.best != nullptr) {
+        best = __reduce_min_sync(0xffffffffu, top == highest ? best : NONE);
+        if (lane == 0) *c51_row(record.best, record.best_stride, row) = best == NONE ? 0 : best;
+    }
+    if (record.policy != nullptr) {
+        // A single group is still in registers, in the lanes that stored it.
+        const bool stored = actions > GROUP;
+        const int from = stored ? lane : lane % LANES == 0 ? mine : actions;
+        float* policy = c51_row(record.policy, record.ld_policy, row);
+        __syncwarp();
         float sum = 0.0f;
-        for (int a = lane; a < actions; a += 32) sum += expf(q[a] - top);
-        const float inverse = fx_divide(1.0f, fx_warp_sum(sum));
-        for (int a = lane; a < actions; a += 32) policy[a] = expf(q[a] - top) * inverse;
+#pragma unroll 1
+        for (int a = from; a < actions; a += 32) sum += c51_exp((stored ? q[a] : value) - highest);
+        const float inverse = c51_divide(1.0f, fx_warp_sum(sum));
+#pragma unroll 1
+        for (int a = from; a < actions; a += 32) policy[a] = c51_exp((stored ? q[a] : value) - highest) * inverse;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_dueling(const Dueling* table, int count) {
     int tile;
     const Dueling record = fx_record(table, count, tile);
-    const long long row = static_cast<long long>(tile) * 8 + (threadIdx.x >> 5);
+    const int row = tile * 8 + static_cast<int>(threadIdx.x >> 5);
     const int rows = record.rows, atoms = record.atoms;
     fx_wait();
     fx_trigger();
     if (row >= rows) return;
-    if (atoms <= 32) {
-        dueling_row<1, 4>(record, row);
-    } else if (atoms <= 64) {
+    if (atoms <= 64) {
         dueling_row<2, 4>(record, row);
     } else if (atoms <= 128) {
         dueling_row<4, 2>(record, row);

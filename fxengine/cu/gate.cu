@@ -30,8 +30,8 @@ struct Gate {
     const float* q;           // [rows, 3], direction q at s: short, flat, long; or null
     float* state[7];          // see GateValue
     const float* signals[8];  // see GateValue
-    long long ld_logits;      // floats between rows
-    long long ld_q;
+    int ld_logits;            // floats between rows
+    int ld_q;
     int rows;
 };
 
@@ -54,9 +54,9 @@ struct WireBackward {
     const float* dwire;   // [rows], dwire_stride apart
     const float* alpha;   // one float
     float* dlogits;       // [rows, 2], accumulated into
-    long long ld_logits;  // floats between rows
-    long long ld_dlogits;
-    long long dwire_stride;
+    int ld_logits;        // floats between rows
+    int ld_dlogits;
+    int dwire_stride;
     int rows;
 };
 
@@ -115,7 +115,7 @@ __device__ __forceinline__ void gate_update(double* s, int valid, int right, dou
 
 extern "C" __global__ void __launch_bounds__(256) fx_gate(const Gate* table, int count) {
     __shared__ double values[GATE_VALUES];
-    __shared__ int scratch[8];
+    __shared__ int counts[3][8];
     __shared__ Gate place;
     int tile;
     const Gate& record = fx_record(table, count, tile, place);
@@ -131,29 +131,41 @@ extern "C" __global__ void __launch_bounds__(256) fx_gate(const Gate* table, int
     fx_trigger();
     if (source != nullptr) values[thread] = *source;
     int valid = 0, right = 0, against = 0;
-    for (int b = thread; b < rows; b += 256) {
-        const float* logits = record.logits + b * record.ld_logits;
-        const int guess = gate_wins(logits[1], logits[0]) ? 1 : 0;
-        const int label = record.labels[b];
-        valid += label == 0 || label == 1;
-        right += label == guess;
-        if (record.q == nullptr) continue;
-        const float* q = record.q + b * record.ld_q;
-        int side = 0;
-        float top = q[0];
-        for (int a = 1; a < 3; ++a) {
-            const float x = q[a];
-            if (gate_wins(x, top)) {
-                side = a;
-                top = x;
-            }
+#pragma unroll 1
+    for (int first = thread; first < rows; first += 2 * 256) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // without branches, so that the loads of both rows are under way together
+            const bool there = first + 256 * i < rows;
+            const long long b = there ? first + 256 * i : first;
+            const float* logits = record.logits + b * record.ld_logits;
+            const int guess = gate_wins(logits[1], logits[0]) ? 1 : 0;
+            const int label = there ? record.labels[b] : -1;
+            valid += label == 0 || label == 1;
+            right += label == guess;
+            if (record.q == nullptr) continue;
+            const float* q = record.q + b * record.ld_q;
+            const bool flat = gate_wins(q[1], q[0]), high = gate_wins(q[2], flat ? q[1] : q[0]);
+            const int side = high ? 1 : flat ? 0 : -1;
+            against += there && (2 * guess - 1) * side < 0;
         }
-        against += (2 * guess - 1) * (side - 1) < 0;
     }
-    valid = fx_block_sum(valid, scratch);
-    right = fx_block_sum(right, scratch);
-    against = fx_block_sum(against, scratch);  // whole numbers: exact in any order
-    if (thread != 0 || (valid == 0 && values[GATE_SEEN] == 0.0)) return;
+    // Whole numbers: exact in any order.
+    valid = __reduce_add_sync(0xffffffffu, valid);
+    right = __reduce_add_sync(0xffffffffu, right);
+    against = __reduce_add_sync(0xffffffffu, against);
+    if ((thread & 31) == 0) {
+        counts[0][thread >> 5] = valid;
+        counts[1][thread >> 5] = right;
+        counts[2][thread >> 5] = against;
+    }
+    __syncthreads();
+    if (thread != 0) return;
+    for (int warp = 1; warp < 8; ++warp) {
+        valid += counts[0][warp];
+        right += counts[1][warp];
+        against += counts[2][warp];
+    }
+    if (valid == 0 && values[GATE_SEEN] == 0.0) return;
     gate_update(values, valid, right, static_cast<double>(against) / rows);
     for (int i = 0; i < GATE_STATES; ++i) *record.state[i] = static_cast<float>(values[i]);
 }

@@ -157,7 +157,7 @@ def losses(
             "dadv": tuple(dadv),
             "dv": dv or 0,
             "td": td or 0,
-            **{f"{kind}_partials": tensor or 0 for kind, tensor in partials.items()},
+            "partials": tuple(tensor or 0 for tensor in partials.values()),
             "ld_adv": tuple(t.ld for t in online.adv),
             "ld_adv_target": tuple(t.ld for t in target.adv),
             "ld_dadv": tuple(t.ld for t in dadv),
@@ -179,6 +179,7 @@ def losses(
             "v_min": v_min,
             "spacing": spacing,
             "atoms_per_unit": (atoms - 1) / (float(np.float32(v_max)) - float(np.float32(v_min))),
+            "branch_share": 1 / len(sizes),
         },
         reads=[
             *(online.v, *online.adv, online.q, online.lse, target.v, *target.adv, target.lse, theta),
