@@ -27,15 +27,6 @@ __device__ __forceinline__ float attention_dot(const float* a, const float* b, u
     return sum;
 }
 
-__device__ __forceinline__ float attention_lanes_max(float x) {
-#pragma unroll
-    for (unsigned offset = ATTENTION_LANES / 2; offset > 0; offset /= 2) {
-        const float other = __shfl_xor_sync(0xffffffffu, x, offset);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-
 // rows x cols floats into rows `ld` apart; the source rows are `from_ld` apart. Rows that are not live become zeros.
 __device__ __forceinline__ void attention_stage(float* to, unsigned ld, const float* from, long long from_ld,
                                                 unsigned rows, unsigned cols, const float* live = nullptr) {
@@ -165,17 +156,19 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
     }
 }
 
-// Two blocks fill a multiprocessor's registers: more would spill.
-extern "C" __global__ void __launch_bounds__(256, 2) fx_attention_forward(const AttentionForward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 3) fx_attention_forward(const AttentionForward* table, int count) {
     FX_POOL(float4, pool, ATTENTION_SHARED / 4);  // read in 16-byte pieces
     float* const shared = reinterpret_cast<float*>(pool);
+    __shared__ AttentionForward place;
     int tile;
-    const AttentionForward record = fx_record(table, count, tile);
+    const AttentionForward& record = fx_record(table, count, tile, place);
+    if (record.path == ATTENTION_TOKENS) {
+        attention_forward_tokens(record, tile, shared);  // waits with its weights in registers
+        return;
+    }
     fx_wait();
     fx_trigger();
-    if (record.path == ATTENTION_TOKENS) {
-        attention_forward_tokens(record, tile, shared);
-    } else if (record.path == ATTENTION_STAGED) {
+    if (record.path == ATTENTION_STAGED) {
         attention_forward<true>(record, tile, shared);
     } else {
         attention_forward<false>(record, tile, shared);
@@ -274,16 +267,19 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_attention_backward(const AttentionBackward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 3) fx_attention_backward(const AttentionBackward* table, int count) {
     FX_POOL(float4, pool, ATTENTION_SHARED / 4);  // read in 16-byte pieces
     float* const shared = reinterpret_cast<float*>(pool);
+    __shared__ AttentionBackward place;
     int tile;
-    const AttentionBackward record = fx_record(table, count, tile);
+    const AttentionBackward& record = fx_record(table, count, tile, place);
+    if (record.path == ATTENTION_TOKENS) {
+        attention_backward_tokens(record, tile, shared);  // waits with its weights in registers
+        return;
+    }
     fx_wait();
     fx_trigger();
-    if (record.path == ATTENTION_TOKENS) {
-        attention_backward_tokens(record, tile, shared);
-    } else if (record.path == ATTENTION_STAGED) {
+    if (record.path == ATTENTION_STAGED) {
         attention_backward<true>(record, tile, shared);
     } else {
         attention_backward<false>(record, tile, shared);

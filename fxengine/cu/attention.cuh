@@ -1,6 +1,11 @@
-// Records of attention.cu, and its path for the usual sizes: a thread per token, in registers.
+// Records of attention.cu, and its path for the usual sizes: eight lanes per token.
+//
+// Lane l of a token has the columns l and l + 8 of its vectors of 16, its feature l and its score for the sample's l-th
+// token. Weights stay in registers over all tokens of the lane; what the other lanes of the token need goes through
+// shared memory. The loops over tokens are not unrolled: a step runs each kernel once, and code that has to be fetched
+// costs more than a jump.
 #pragma once
-#include "fx.cuh"
+#include "copy_async.cuh"
 
 struct AttentionForward {
     int first_tile;
@@ -55,7 +60,7 @@ struct AttentionBackward {
 enum AttentionPath {
     ATTENTION_MEMORY = 0,  // operands and results in global memory
     ATTENTION_STAGED = 1,  // in shared memory
-    ATTENTION_TOKENS = 2,  // a thread per token: 8 features, a width of 16, up to 8 tokens
+    ATTENTION_TOKENS = 2,  // eight lanes per token: 8 features, a width of 16, up to 8 tokens
 };
 
 // Floats of shared memory of a block; ops/attention.py computes what fits.
@@ -65,45 +70,65 @@ constexpr unsigned ATTENTION_LANES = 8;
 
 constexpr int TOKEN_FEATURES = 8;
 constexpr int TOKEN_ATTN = 16;
-constexpr int TOKEN_MOST = 8;
-// Floats between rows of queries, keys, ... in shared memory: neighbouring tokens' 16-byte reads hit different banks.
+constexpr int TOKEN_LANES = 8;
+constexpr int TOKEN_MOST = TOKEN_LANES;  // tokens of a sample
+constexpr int TOKEN_STEP = 256 / TOKEN_LANES;  // tokens that a block works on at a time
+// Floats between rows whose 16-byte pieces the lanes of a token read side by side: the eight hit different banks.
 constexpr int TOKEN_LD = 20;
+constexpr int TOKEN_LD_WEIGHTS = 12;
 
-__device__ __forceinline__ bool token_aligned(u64 addresses, long long ld) {
-    return ((addresses | static_cast<u64>(4 * ld)) & 15) == 0;
+static_assert(TOKEN_FEATURES == TOKEN_LANES && TOKEN_ATTN == 2 * TOKEN_LANES, "what a lane has");
+
+// The tokens of a block.
+struct TokenBlock {
+    int lane;         // of the thread's token
+    int tokens;       // of a sample
+    int first;        // sample
+    int rows;         // tokens of the block
+    unsigned magic;   // row / tokens = row * magic >> 16, exact below 8,192
+
+    __device__ __forceinline__ TokenBlock(int tile, int samples, int batch, int of_sample)
+        : lane(static_cast<int>(threadIdx.x % TOKEN_LANES)), tokens(of_sample), first(tile * samples),
+          rows((batch - first < samples ? batch - first : samples) * of_sample),
+          magic(65536u / static_cast<unsigned>(of_sample) + 1u) {}
+
+    // The first row of the thread, and of its warp.
+    __device__ __forceinline__ int row() const { return static_cast<int>(threadIdx.x / TOKEN_LANES); }
+    __device__ __forceinline__ int warp_row() const { return static_cast<int>(threadIdx.x / 32 * (32 / TOKEN_LANES)); }
+    __device__ __forceinline__ int sample(int row) const {
+        return static_cast<int>(static_cast<unsigned>(row) * magic >> 16);
+    }
+    // Of a row in arrays of all tokens with so many columns.
+    __device__ __forceinline__ long long at(int row, int columns) const {
+        return (static_cast<long long>(first) * tokens + row) * columns;
+    }
+    // Of a row's feature `lane` in arrays of whole samples that lie ld apart.
+    __device__ __forceinline__ long long feature(int row, long long ld) const {
+        const int local = sample(row);
+        return (first + local) * ld + (row - local * tokens) * TOKEN_FEATURES + lane;
+    }
+};
+
+__device__ __forceinline__ float attention_lanes_max(float x) {
+#pragma unroll
+    for (unsigned offset = ATTENTION_LANES / 2; offset > 0; offset /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, x, offset);
+        x = other > x ? other : x;
+    }
+    return x;
 }
 
-template <class T>
-__device__ __forceinline__ u64 token_address(T* pointer) {
-    return reinterpret_cast<u64>(pointer);
-}
-
+// A row in shared memory, 16-byte aligned.
 template <int N>
-__device__ __forceinline__ void token_load(float (&x)[N], const float* from, bool quads) {
-    if (quads) {
+__device__ __forceinline__ void token_load(float (&x)[N], const float* row) {
 #pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(from + i);
-            x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = from[i];
+    for (int i = 0; i < N; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(row + i);
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
 }
 
-template <int N>
-__device__ __forceinline__ void token_store(float* to, const float (&x)[N], bool quads) {
-    if (quads) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) *reinterpret_cast<float4*>(to + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) to[i] = x[i];
-    }
-}
-
-// x . row, in index order; the row lies in shared memory, 16-byte aligned.
+// x . row, in index order.
 template <int N>
 __device__ __forceinline__ float token_dot(const float (&x)[N], const float* row) {
     float sum = 0.0f;
@@ -118,172 +143,194 @@ __device__ __forceinline__ float token_dot(const float (&x)[N], const float* row
     return sum;
 }
 
-// y += scale row, element by element.
-template <int N>
-__device__ __forceinline__ void token_add(float (&y)[N], float scale, const float* row) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(row + i);
-        y[i] += scale * four.x;
-        y[i + 1] += scale * four.y;
-        y[i + 2] += scale * four.z;
-        y[i + 3] += scale * four.w;
-    }
-}
-
-// As fx_lanes_sum<8> adds up one number per lane.
-__device__ __forceinline__ float token_sum(const float (&x)[TOKEN_MOST]) {
-    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
-}
-
-// What a thread of the token path works on.
-struct TokenPlace {
-    bool works;
-    int sample;            // in the batch
-    int token;
-    const float* siblings; // row of its sample's first token, in an array of TOKEN_LD floats per row
-    long long row;         // in arrays of all tokens
-
-    __device__ __forceinline__ TokenPlace(int tile, int samples, int batch, int tokens, const float* rows) {
-        const int local = static_cast<int>(threadIdx.x) / tokens;
-        sample = tile * samples + local;
-        works = local < samples && sample < batch;
-        token = static_cast<int>(threadIdx.x) - local * tokens;
-        siblings = rows + local * tokens * TOKEN_LD;
-        row = static_cast<long long>(sample) * tokens + token;
-    }
-};
-
+// Shared memory: w_q, w_k, w_v with TOKEN_LD_WEIGHTS and w_o with TOKEN_LD between rows, then of every token t, q
+// (later o), v, k with TOKEN_LD, and its sample's `live`.
 __device__ __forceinline__ void attention_forward_tokens(const AttentionForward& r, int tile, float* shared) {
-    constexpr int F = TOKEN_FEATURES, A = TOKEN_ATTN;
-    const int thread = static_cast<int>(threadIdx.x), T = r.tokens;
-    float* const weights = shared;  // w_q, w_k, w_v, w_o
-    float* const keys = weights + 4 * F * A;
-    float* const values = keys + r.samples * T * TOKEN_LD;
-    const TokenPlace place(tile, r.samples, r.batch, T, keys);
-    const float* const state = r.state + place.sample * r.ld_state + place.token * F;
-    float t[F] = {};
-    if (place.works && (r.live == nullptr || r.live[place.sample] != 0.0f)) {
-        token_load(t, state, token_aligned(token_address(r.state), r.ld_state));
+    constexpr int F = TOKEN_FEATURES, A = TOKEN_ATTN, LANES = TOKEN_LANES;
+    const TokenBlock block(tile, r.samples, r.batch, r.tokens);
+    const int lane = block.lane, T = block.tokens, rows = block.rows;
+    float* const w_out = shared + 3 * A * TOKEN_LD_WEIGHTS;
+    float* const tokens = w_out + F * TOKEN_LD;
+    float* const queries = tokens + rows * F;
+    float* const values = queries + rows * A;
+    float* const keys = values + rows * A;
+    float* const live = keys + rows * TOKEN_LD;
+    const auto dead = [&](int row) { return r.live != nullptr && live[row] == 0.0f; };
+
+    // Weights, before the wait: one half of the threads has w_q and w_v, the other w_k and w_o.
+    const unsigned e = threadIdx.x % (F * A);
+    const bool low = threadIdx.x < F * A;
+    const float weight = (low ? r.w_q : r.w_k)[e], other = (low ? r.w_v : r.w_o)[e];
+    float* const place = shared + e / F * TOKEN_LD_WEIGHTS + e % F;
+    place[low ? 0 : A * TOKEN_LD_WEIGHTS] = weight;
+    *(low ? place + 2 * A * TOKEN_LD_WEIGHTS : w_out + e / A * TOKEN_LD + e % A) = other;
+    __syncthreads();
+    float w[3][2][F];
+#pragma unroll
+    for (int kind = 0; kind < 3; ++kind) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) token_load(w[kind][c], shared + (kind * A + c * LANES + lane) * TOKEN_LD_WEIGHTS);
     }
-    if (thread < F * A) {
-        weights[thread] = r.w_q[thread];
-        weights[2 * F * A + thread] = r.w_v[thread];
-    } else if (thread < 2 * F * A) {
-        weights[thread] = r.w_k[thread - F * A];
-        weights[2 * F * A + thread] = r.w_o[thread - F * A];
+    fx_wait();
+    fx_trigger();
+
+#pragma unroll 1
+    for (int row = block.row(); row < rows; row += TOKEN_STEP) {
+        fx_copy_word(fx_shared(tokens + row * F + lane), r.state + block.feature(row, r.ld_state), true);
+        if (r.live != nullptr) fx_copy_word(fx_shared(live + row), r.live + block.first + block.sample(row), true);
+    }
+    fx_copy_commit();
+    fx_copy_wait<0>();
+    __syncwarp();  // the lanes of a token have its features
+
+#pragma unroll 1
+    for (int row = block.row(); row < rows; row += TOKEN_STEP) {
+        float t[F];
+        token_load(t, tokens + row * F);
+        if (dead(row)) {
+#pragma unroll
+            for (int f = 0; f < F; ++f) t[f] = 0.0f;
+        }
+#pragma unroll
+        for (int kind = 0; kind < 3; ++kind) {
+            float* const to = kind == 0 ? queries + row * A : kind == 1 ? keys + row * TOKEN_LD : values + row * A;
+            float* saved = kind == 0 ? r.q : kind == 1 ? r.k : r.v;
+            if (saved != nullptr) saved += block.at(row, A);
+#pragma unroll
+            for (int a = lane, c = 0; c < 2; a += LANES, ++c) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int f = 0; f < F; ++f) sum += t[f] * w[kind][c][f];
+                to[a] = sum;
+                if (saved != nullptr) saved[a] = sum;
+            }
+        }
     }
     __syncthreads();
 
-    const bool quads = token_aligned(
-        token_address(r.q) | token_address(r.k) | token_address(r.v) | token_address(r.o), 0);
-    float q[A];
-    if (place.works) {
-        float other[A];
+    float w_o[A];
+    token_load(w_o, w_out + lane * TOKEN_LD);
+#pragma unroll 1
+    for (int first = block.warp_row(); first < rows; first += TOKEN_STEP) {
+        const int own = first + static_cast<int>(threadIdx.x % 32 / LANES);
+        const bool works = own < rows;  // the others still take part in the shuffles
+        const int row = works ? own : rows - 1;
+        const int begin = block.sample(row) * T;  // first token of the sample
+        float vector[A];
+        token_load(vector, queries + row * A);
+        const bool scores = lane < T;
+        const float score = __fmul_rn(token_dot(vector, keys + (begin + (scores ? lane : 0)) * TOKEN_LD), r.scale);
+        const float peak = attention_lanes_max(scores && score > -FX_INF ? score : -FX_INF);
+        const float power = scores ? expf(score - peak) : 0.0f;
+        const float p = power * fx_divide(1.0f, fx_lanes_sum<LANES>(power));
+        if (r.p != nullptr && works && scores) r.p[block.at(row, T) + lane] = p;
+        float o[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int a = 0; a < A; ++a) q[a] = token_dot(t, weights + a * F);
-#pragma unroll
-        for (int a = 0; a < A; ++a) other[a] = token_dot(t, weights + (A + a) * F);
-        token_store(keys + thread * TOKEN_LD, other, true);
-        if (r.q != nullptr) token_store(r.q + place.row * A, q, quads);
-        if (r.k != nullptr) token_store(r.k + place.row * A, other, quads);
-#pragma unroll
-        for (int a = 0; a < A; ++a) other[a] = token_dot(t, weights + (2 * A + a) * F);
-        token_store(values + thread * TOKEN_LD, other, true);
-        if (r.v != nullptr) token_store(r.v + place.row * A, other, quads);
+        for (int j = 0; j < TOKEN_MOST; ++j) {
+            const float weight_j = __shfl_sync(0xffffffffu, p, j, LANES);
+            if (j >= T) continue;
+            const float* const value = values + (begin + j) * A + lane;
+            o[0] += weight_j * value[0];
+            o[1] += weight_j * value[LANES];
+        }
+        float* const mixed = queries + row * A;
+        if (works) mixed[lane] = o[0], mixed[lane + LANES] = o[1];
+        __syncwarp();
+        if (works && r.o != nullptr) {
+            float* const saved = r.o + block.at(row, A) + lane;
+            saved[0] = o[0], saved[LANES] = o[1];
+        }
+        const float token = dead(row) ? 0.0f : tokens[row * F + lane];
+        const float x = token + token_dot(w_o, mixed);
+        if (works) r.x[block.feature(row, r.ld_x)] = x;
     }
-    __syncthreads();
-    if (!place.works) return;
-
-    float p[TOKEN_MOST], peak = -FX_INF;
-#pragma unroll
-    for (int j = 0; j < TOKEN_MOST; ++j) {
-        p[j] = 0.0f;
-        if (j >= T) continue;
-        p[j] = __fmul_rn(token_dot(q, place.siblings + j * TOKEN_LD), r.scale);
-        peak = p[j] > peak ? p[j] : peak;
-    }
-#pragma unroll
-    for (int j = 0; j < TOKEN_MOST; ++j) p[j] = j < T ? expf(p[j] - peak) : 0.0f;
-    const float inverse = fx_divide(1.0f, token_sum(p));
-    float o[A] = {};
-#pragma unroll
-    for (int j = 0; j < TOKEN_MOST; ++j) {
-        if (j >= T) continue;
-        p[j] *= inverse;
-        if (r.p != nullptr) r.p[place.row * T + j] = p[j];
-        token_add(o, p[j], place.siblings + (values - keys) + j * TOKEN_LD);
-    }
-    if (r.o != nullptr) token_store(r.o + place.row * A, o, quads);
-    float x[F];
-#pragma unroll
-    for (int f = 0; f < F; ++f) x[f] = t[f] + token_dot(o, weights + 3 * F * A + f * A);
-    token_store(r.x + place.sample * r.ld_x + place.token * F, x, token_aligned(token_address(r.x), r.ld_x));
 }
 
+// Shared memory of every token: dx (later ds), p, q, k, do, and v with TOKEN_LD.
 __device__ __forceinline__ void attention_backward_tokens(const AttentionBackward& r, int tile, float* shared) {
-    constexpr int F = TOKEN_FEATURES, A = TOKEN_ATTN;
-    const int thread = static_cast<int>(threadIdx.x), T = r.tokens;
-    const int part = r.samples * T * TOKEN_LD;
-    float* const w_o = shared;
-    float* const rows = w_o + F * A;  // q, k, v, do
-    float* const scores_grad = rows + 4 * part;
-    float* const probabilities = scores_grad + r.samples * T * TOKEN_MOST;
-    const TokenPlace place(tile, r.samples, r.batch, T, rows);
-    const bool quads = token_aligned(token_address(r.q) | token_address(r.k) | token_address(r.v) |
-                                     token_address(r.dq) | token_address(r.dk) | token_address(r.dv), 0);
-    float p[TOKEN_MOST] = {}, mixed[A] = {}, dx[F] = {};
-    float* const mine = rows + thread * TOKEN_LD;
-    if (place.works) {
-        float q[A], k[A], v[A];
-        token_load(dx, r.dx + place.sample * r.ld_dx + place.token * F, token_aligned(token_address(r.dx), r.ld_dx));
-        token_load(q, r.q + place.row * A, quads);
-        token_load(k, r.k + place.row * A, quads);
-        token_load(v, r.v + place.row * A, quads);
+    constexpr int F = TOKEN_FEATURES, A = TOKEN_ATTN, LANES = TOKEN_LANES;
+    const TokenBlock block(tile, r.samples, r.batch, r.tokens);
+    const int lane = block.lane, T = block.tokens, rows = block.rows;
+    float* const grads = shared;
+    float* const weights = grads + rows * F;
+    float* const queries = weights + rows * LANES;
+    float* const keys = queries + rows * A;
+    float* const mixed = keys + rows * A;
+    float* const values = mixed + rows * A;
+    float w_o[F][2];
 #pragma unroll
-        for (int j = 0; j < TOKEN_MOST; ++j) p[j] = j < T ? r.p[place.row * T + j] : 0.0f;
-        token_store(mine, q, true);
-        token_store(mine + part, k, true);
-        token_store(mine + 2 * part, v, true);
-        token_store(probabilities + thread * TOKEN_MOST, p, true);
-    }
-    if (thread < F * A) w_o[thread] = r.w_o[thread];
-    __syncthreads();
-    if (place.works) {
+    for (int f = 0; f < F; ++f) w_o[f][0] = r.w_o[f * A + lane], w_o[f][1] = r.w_o[f * A + LANES + lane];
+    fx_wait();
+    fx_trigger();
+
+#pragma unroll 1
+    for (int row = block.row(); row < rows; row += TOKEN_STEP) {
+        const long long from = block.at(row, A) + lane;
+        fx_copy_word(fx_shared(grads + row * F + lane), r.dx + block.feature(row, r.ld_dx), true);
+        if (lane < T) fx_copy_word(fx_shared(weights + row * LANES + lane), r.p + block.at(row, T) + lane, true);
 #pragma unroll
-        for (int f = 0; f < F; ++f) token_add(mixed, dx[f], w_o + f * A);
-        token_store(mine + 3 * part, mixed, true);
+        for (int c = 0; c < A; c += LANES) {
+            fx_copy_word(fx_shared(queries + row * A + lane + c), r.q + from + c, true);
+            fx_copy_word(fx_shared(keys + row * A + lane + c), r.k + from + c, true);
+            fx_copy_word(fx_shared(values + row * TOKEN_LD + lane + c), r.v + from + c, true);
+        }
     }
+    fx_copy_commit();
+    fx_copy_wait<0>();
     __syncthreads();
-    if (place.works) {
-        float ds[TOKEN_MOST], along[TOKEN_MOST];
+
+#pragma unroll 1
+    for (int first = block.warp_row(); first < rows; first += TOKEN_STEP) {
+        const int own = first + static_cast<int>(threadIdx.x % 32 / LANES);
+        const bool works = own < rows;  // the others still take part in the shuffles
+        const int row = works ? own : rows - 1;
+        const int begin = block.sample(row) * T;  // first token of the sample
+        const bool scores = lane < T;
+        float dx[F], vector[A], grad[2] = {0.0f, 0.0f};
+        token_load(dx, grads + row * F);
+#pragma unroll
+        for (int f = 0; f < F; ++f) grad[0] += dx[f] * w_o[f][0], grad[1] += dx[f] * w_o[f][1];
+        if (works) mixed[row * A + lane] = grad[0], mixed[row * A + LANES + lane] = grad[1];
+        __syncwarp();
+        token_load(vector, mixed + row * A);
+        const float p = scores ? weights[row * LANES + lane] : 0.0f;
+        const float dp = scores ? token_dot(vector, values + (begin + lane) * TOKEN_LD) : 0.0f;
+        const float ds = p * (dp - fx_lanes_sum<LANES>(__fmul_rn(dp, p))) * r.scale;
+        if (works) grads[row * F + lane] = ds;
+        float dq[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int j = 0; j < TOKEN_MOST; ++j) {
-            ds[j] = j < T ? token_dot(mixed, place.siblings + 2 * part + j * TOKEN_LD) : 0.0f;
-            along[j] = __fmul_rn(ds[j], p[j]);
+            const float ds_j = __shfl_sync(0xffffffffu, ds, j, LANES);
+            if (j >= T) continue;
+            const float* const key = keys + (begin + j) * A + lane;
+            dq[0] += ds_j * key[0];
+            dq[1] += ds_j * key[LANES];
         }
-        const float sum = token_sum(along);
-        float dq[A] = {};
-#pragma unroll
-        for (int j = 0; j < TOKEN_MOST; ++j) {
-            ds[j] = p[j] * (ds[j] - sum) * r.scale;
-            if (j < T) token_add(dq, ds[j], place.siblings + part + j * TOKEN_LD);
+        if (works) {
+            float* const to = r.dq + block.at(row, A) + lane;
+            to[0] = dq[0], to[LANES] = dq[1];
         }
-        token_store(scores_grad + thread * TOKEN_MOST, ds, true);
-        token_store(r.dq + place.row * A, dq, quads);
     }
     __syncthreads();
-    if (!place.works) return;
+
     // Down the columns of ds and p: those of the sample's tokens.
-    const float* const ds = scores_grad + (thread - place.token) * TOKEN_MOST + place.token;
-    const float* const weights = probabilities + (thread - place.token) * TOKEN_MOST + place.token;
-    float dk[A] = {}, dv[A] = {};
+#pragma unroll 1
+    for (int row = block.row(); row < rows; row += TOKEN_STEP) {
+        const int begin = block.sample(row) * T;
+        const int token = row - begin;
+        float dk[2] = {0.0f, 0.0f}, dv[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int j = 0; j < TOKEN_MOST; ++j) {
-        if (j >= T) continue;
-        token_add(dk, ds[j * TOKEN_MOST], place.siblings + j * TOKEN_LD);
-        token_add(dv, weights[j * TOKEN_MOST], place.siblings + 3 * part + j * TOKEN_LD);
+        for (int i = 0; i < TOKEN_MOST; ++i) {
+            if (i >= T) continue;
+            const int other = begin + i;
+            const float ds = grads[other * F + token], p = weights[other * LANES + token];
+            const float* const query = queries + other * A + lane;
+            const float* const grad = mixed + other * A + lane;
+            dk[0] += ds * query[0], dk[1] += ds * query[LANES];
+            dv[0] += p * grad[0], dv[1] += p * grad[LANES];
+        }
+        const long long to = block.at(row, A) + lane;
+        r.dk[to] = dk[0], r.dk[to + LANES] = dk[1];
+        r.dv[to] = dv[0], r.dv[to + LANES] = dv[1];
     }
-    token_store(r.dk + place.row * A, dk, quads);
-    token_store(r.dv + place.row * A, dv, quads);
 }

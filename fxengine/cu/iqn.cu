@@ -240,6 +240,16 @@ constexpr int iqn_goals = 128;  // targets of a warp that lie in shared memory a
 
 __device__ __forceinline__ float iqn_nan() { return __uint_as_float(0x7fc00000u); }
 
+// x limited to [-bound, bound]; unlike fx_limit it lets NaN through.
+__device__ __forceinline__ float iqn_bounded(float x, float bound) {
+#if FX_DEVICE
+    asm("{ .reg .f32 low; neg.f32 low, %1; max.NaN.f32 %0, %0, low; min.NaN.f32 %0, %0, %1; }" : "+f"(x) : "f"(bound));
+    return x;
+#else
+    return x > bound ? bound : x < -bound ? -bound : x;
+#endif
+}
+
 // One branch of one row. Returns weight[row] times the sum over all pairs, the same in every lane.
 __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row, int d, float* goals) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
@@ -266,18 +276,23 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
             const int length = targets - start < iqn_goals ? targets - start : iqn_goals;
             if (first == 0 || targets > iqn_goals) {
                 __syncwarp();  // the lanes are done with the targets that lie there
+#pragma unroll 1
                 for (int j = lane; j < length; j += 32) {
                     const float next = known_best ? theta_target[(start + j) * record.ld_theta_target] : iqn_nan();
                     goals[j] = reward + fx_scaled(discount, next);
                 }
                 __syncwarp();
             }
+            // The tilt where delta is not, and is, negative; made here, so that the targets are on their way before tau
+            // is waited for.
+            const float above = fabsf(tau), below = fabsf(tau - 1.0f);
 #pragma unroll 4
             for (int j = 0; j < length; ++j) {
-                const float delta = goals[j] - value, size = fabsf(delta);
-                const float tilt = fabsf(tau - (delta < 0.0f ? 1.0f : 0.0f));
-                sum += tilt * (size <= kappa ? 0.5f * size * size : kappa * (size - 0.5f * kappa));
-                slope += tilt * (delta > kappa ? kappa : delta < -kappa ? -kappa : delta);  // NaN passes
+                const float delta = goals[j] - value;
+                const float tilt = delta < 0.0f ? below : above;
+                const float bounded = iqn_bounded(delta, kappa);
+                slope += tilt * bounded;
+                sum += tilt * bounded * (delta - 0.5f * bounded);  // both branches of the Huber loss
             }
         }
         mean += value;
@@ -285,7 +300,9 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
         loss += sum;
         if (record.dtheta == nullptr) continue;
         float* dtheta = record.dtheta + (row * quantiles + i) * record.ld_dtheta + offset;
-        for (int a = 0; a < n; ++a) dtheta[a] = a == taken ? -(weight * record.share) * slope : 0.0f;
+        const float grad = -(weight * record.share) * slope;
+#pragma unroll 4
+        for (int a = 0; a < n; ++a) dtheta[a] = a == taken ? grad : 0.0f;
     }
     if (record.theta_mean != nullptr) {
         mean = fx_warp_sum(mean);
@@ -294,20 +311,20 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
     return weight * fx_warp_sum(loss);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_iqn_loss(const IqnLoss* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 4) fx_iqn_loss(const IqnLoss* table, int count) {
     __shared__ float goals[8][iqn_goals];
     __shared__ double losses[8];
     __shared__ IqnLoss place;
     int tile;
     const IqnLoss& record = fx_record(table, count, tile, place);
     const int warp = static_cast<int>(threadIdx.x >> 5);
-    const int branches = record.branches;
-    const long long item = static_cast<long long>(tile) * 8 + warp;
-    const long long row = item / branches;
+    const unsigned branches = static_cast<unsigned>(record.branches);
+    const unsigned item = static_cast<unsigned>(tile) * 8u + static_cast<unsigned>(warp);
+    const int row = static_cast<int>(item / branches), branch = static_cast<int>(item % branches);
     fx_wait();
     fx_trigger();
     double loss = 0.0;
-    if (row < record.rows) loss = iqn_pairs(record, row, static_cast<int>(item - row * branches), goals[warp]);
+    if (row < record.rows) loss = iqn_pairs(record, row, branch, goals[warp]);
     if (record.partials == nullptr) return;
     if ((threadIdx.x & 31u) == 0) losses[warp] = loss;
     __syncthreads();

@@ -22,7 +22,7 @@
 //
 // Buffers of a group have the length of its tensors and the padding between them: a multiple of 4. The padding is
 // treated as a vector; with zero gradients it stays zero (eps > 0).
-#include "fx.cuh"
+#include "copy_async.cuh"
 
 struct Norm {
     int first_tile;
@@ -99,6 +99,18 @@ __device__ __forceinline__ double norm_tile(const float* grads, long long start,
     return exact;
 }
 
+// base^exponent by squaring: an error of about exponent * 2^-53, relative, in a fraction of the code and time of pow().
+// Where that is much, the power is small beside the 1 that it is taken from.
+__device__ __forceinline__ double norm_power(double base, unsigned long long exponent) {
+    double power = 1.0;
+#pragma unroll 1
+    for (; exponent != 0; exponent >>= 1) {
+        if ((exponent & 1) != 0) power *= base;
+        base *= base;
+    }
+    return power;
+}
+
 extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int count) {
     __shared__ double scratch[8];
     int tile;
@@ -108,8 +120,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int
     if (record.corrections != nullptr && tile == record.tiles - 1) {
         if (threadIdx.x < 2) {
             const double beta = *(threadIdx.x == 0 ? record.beta1 : record.beta2);
-            const double t = static_cast<double>(record.counters[1] + 1);
-            record.corrections[threadIdx.x] = static_cast<float>(1.0 - pow(beta, t));
+            record.corrections[threadIdx.x] = static_cast<float>(1.0 - norm_power(beta, record.counters[1] + 1));
         }
         return;
     }
@@ -118,53 +129,57 @@ extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int
     if (threadIdx.x == 0) record.partials[tile] = sum;
 }
 
+// A thread of fx_adam has four elements: its code is short. They arrive in shared memory: registers for all that is on
+// its way would keep the third block from a multiprocessor, and 800,000 parameters from being one wave on 132 of them.
+constexpr int ADAM_THREADS = 512;
+// Partial sums that a lane of the first warp fetches at once.
+constexpr int ADAM_AHEAD = 4;
+
 // What a step applies to every element of a group.
 struct AdamStep {
     float scale, lr, beta1, beta2, eps, decay, inverse1, inverse2;
     float weight_bound, m_bound, v_bound, grad_bound;
 };
 
-__device__ __forceinline__ float adam_bound(float slot, float floor) {
-    return slot == 0.0f ? FX_INF : fmaxf(slot, floor);
+// Scalar `lane` as the elements want it: a bound above its floor, a correction as a factor. All lanes of a warp call.
+__device__ __forceinline__ float adam_scalar(int lane, float value) {
+    const float floor = __shfl_sync(0xffffffffu, value, ADAM_BOUND_FLOOR);
+    if (lane >= ADAM_WEIGHT_BOUND && lane <= ADAM_GRAD_BOUND) return value == 0.0f ? FX_INF : fmaxf(value, floor);
+    return lane >= ADAM_CORRECTION1 ? fx_divide(1.0f, value) : value;
 }
 
-__device__ __forceinline__ AdamStep adam_step(const float* scalars, float scale) {
-    const float floor = scalars[ADAM_BOUND_FLOOR];
+// Of the group's elements; those outside matrices neither decay nor have a bound.
+__device__ __forceinline__ AdamStep adam_step(const float* scalars, float scale, bool matrix) {
     AdamStep step;
     step.scale = scale;
     step.lr = scalars[ADAM_LR];
     step.beta1 = scalars[ADAM_BETA1];
     step.beta2 = scalars[ADAM_BETA2];
     step.eps = scalars[ADAM_EPS];
-    step.decay = scalars[ADAM_WEIGHT_DECAY];
-    step.inverse1 = fx_divide(1.0f, scalars[ADAM_CORRECTION1]);
-    step.inverse2 = fx_divide(1.0f, scalars[ADAM_CORRECTION2]);
-    step.weight_bound = adam_bound(scalars[ADAM_WEIGHT_BOUND], floor);
-    step.m_bound = adam_bound(scalars[ADAM_M_BOUND], floor);
-    step.v_bound = adam_bound(scalars[ADAM_V_BOUND], floor);
-    step.grad_bound = adam_bound(scalars[ADAM_GRAD_BOUND], floor);
+    step.decay = matrix ? scalars[ADAM_WEIGHT_DECAY] : 0.0f;
+    step.inverse1 = scalars[ADAM_CORRECTION1];
+    step.inverse2 = scalars[ADAM_CORRECTION2];
+    step.weight_bound = matrix ? scalars[ADAM_WEIGHT_BOUND] : FX_INF;
+    step.m_bound = scalars[ADAM_M_BOUND];
+    step.v_bound = scalars[ADAM_V_BOUND];
+    step.grad_bound = scalars[ADAM_GRAD_BOUND];
     return step;
 }
 
-__device__ __forceinline__ void adam_element(
-    const AdamStep& step, bool matrix, float grad, float& w, float& m, float& v) {
+__device__ __forceinline__ void adam_element(const AdamStep& step, float grad, float& w, float& m, float& v) {
     const float g = fx_limit(step.scale * grad, step.grad_bound);
     m = fx_limit(step.beta1 * m + (1.0f - step.beta1) * g, step.m_bound);
     v = fminf(step.beta2 * v + (1.0f - step.beta2) * (g * g), step.v_bound);
     const float direction = fx_divide(m * step.inverse1, fx_root(v * step.inverse2) + step.eps);
-    w = fx_limit(w - step.lr * (direction + (matrix ? step.decay : 0.0f) * w), matrix ? step.weight_bound : FX_INF);
+    w = fx_limit(w - step.lr * (direction + step.decay * w), step.weight_bound);
 }
 
-// Norm and clip factor of the block's group, by one warp, from the group's partial sums.
-__device__ __forceinline__ float adam_scale(
-    const Adam& record, const double* partials, int count, float clip, bool first) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    double sum = 0.0;
-    for (int i = lane; i < count; i += 32) sum += partials[i];
-    const double norm = sqrt(fx_warp_sum(sum));
+// Norm and clip factor of the block's group from the sum of its partial sums.
+__device__ __forceinline__ float adam_scale(const Adam& record, double sum, float clip, bool report) {
+    const double norm = sqrt(sum);
     const double ratio = static_cast<double>(clip) / (norm + 1e-6);
     const float scale = ratio < 1.0 ? static_cast<float>(ratio) : 1.0f;
-    if (first && lane == 0) {
+    if (report) {
         *record.norm = static_cast<float>(norm);
         *record.scale = scale;
     }
@@ -175,9 +190,11 @@ __device__ __forceinline__ float adam_scale(
 __device__ __forceinline__ void adam_report(const Adam* table, int count, bool bad) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
     u64 mask = 0;
+#pragma unroll 1
     for (int g = 0; bad && g < count; ++g) {
         const double* partials = table[g].partials + table[g].first_partial;
         bool mine = false;
+#pragma unroll 1
         for (int i = lane; i < table[g].partial_count; i += 32) mine |= !fx_finite(partials[i]);
         if (__any_sync(0xffffffffu, mine)) mask |= 1ull << table[g].group;
     }
@@ -186,80 +203,82 @@ __device__ __forceinline__ void adam_report(const Adam* table, int count, bool b
     *table->group_mask = mask;
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_adam(const Adam* table, int count) {
-    constexpr int QUADS = 2;  // of a thread
+extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam* table, int count) {
+    __shared__ float4 arrived[5][ADAM_THREADS];
     __shared__ float scalars[ADAM_SCALARS];
     __shared__ float scale;
     __shared__ Adam place;
     int tile;
     const Adam& record = fx_record(table, count, tile, place);
+    const int thread = static_cast<int>(threadIdx.x);
     const int lane = static_cast<int>(threadIdx.x & 31u), warp = static_cast<int>(threadIdx.x >> 5);
-    const long long start = static_cast<long long>(tile) * (1024 * QUADS) + 4 * static_cast<int>(threadIdx.x);
-    float* const params = record.params;
-    float* const moments = record.m;
-    float* const squares = record.v;
-    float* const targets = record.targets;
-    const float* const grads = record.grads;
-    const double* const partials = record.partials;
-    const int all_partials = record.all_partials;
-    const long long length = record.length;
-    const int first_partial = record.first_partial, partial_count = record.partial_count;
+    const long long at = static_cast<long long>(tile) * (4 * ADAM_THREADS) + 4 * thread;  // the thread's elements
+    const bool inside = at < record.length;
     const float* scalar = nullptr;
     if (warp == 0) scalar = record.scalars[ADAM_CLIP];
     if (warp == 1 && lane < ADAM_SCALARS) scalar = record.scalars[lane];
-    bool inside[QUADS], matrix[QUADS], follows[QUADS];
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const long long i = start + 1024 * k;
-        inside[k] = i < length;
-        const uint2 kind = inside[k] ? reinterpret_cast<const uint2*>(record.kinds)[i / 128] : uint2{0u, 0u};
-        matrix[k] = (kind.x >> lane & 1u) != 0;
-        follows[k] = targets != nullptr && (kind.y >> lane & 1u) != 0;
-    }
+    uint2 kind = {0u, 0u};
+    if (inside) kind = reinterpret_cast<const uint2*>(record.kinds)[at >> 7];
+    const bool matrix = (kind.x >> lane & 1u) != 0;
+    const bool follows = record.targets != nullptr && (kind.y >> lane & 1u) != 0;
     fx_wait();
     fx_trigger();
 
-    const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
-    float4 w[QUADS], g[QUADS], m[QUADS], v[QUADS], target[QUADS];
+    // All loads are on their way before the first is used; the partial sums, which everything waits for, go first.
+    const double* const partials = record.partials;
+    const double any = thread < record.all_partials ? partials[thread] : 0.0;
+    const int own = warp == 0 ? record.partial_count : 0;
+    double part[ADAM_AHEAD];
 #pragma unroll
-    for (int k = 0; k < QUADS; ++k) {  // all on their way before the first is used
-        const long long i = start + 1024 * k;
-        g[k] = inside[k] ? *reinterpret_cast<const float4*>(grads + i) : zero;
-        m[k] = inside[k] ? *reinterpret_cast<const float4*>(moments + i) : zero;
-        v[k] = inside[k] ? *reinterpret_cast<const float4*>(squares + i) : zero;
-        w[k] = inside[k] ? *reinterpret_cast<const float4*>(params + i) : zero;
-        target[k] = follows[k] ? *reinterpret_cast<const float4*>(targets + i) : zero;
+    for (int k = 0; k < ADAM_AHEAD; ++k) {
+        part[k] = lane + 32 * k < own ? partials[record.first_partial + lane + 32 * k] : 0.0;
     }
-    bool bad = false;
-    for (int i = static_cast<int>(threadIdx.x); i < all_partials; i += 256) bad |= !fx_finite(partials[i]);
+    float value = scalar != nullptr ? *scalar : 0.0f;
+    if (inside) {
+        const float* const from[5] = {record.grads, record.m, record.v, record.params, record.targets};
+        const FxShared to = fx_shared(&arrived[0][thread].x);
+#pragma unroll
+        for (int k = 0; k < 5; ++k) {
+            if (k < 4 || follows) fx_copy_quad(to + k * static_cast<int>(sizeof(arrived[0])), from[k] + at);
+        }
+    }
+    fx_copy_commit();
+    bool bad = !fx_finite(any);
+#pragma unroll 1
+    for (int i = thread + ADAM_THREADS; i < record.all_partials; i += ADAM_THREADS) bad |= !fx_finite(partials[i]);
     if (warp == 0) {
-        const float factor = adam_scale(record, partials + first_partial, partial_count, *scalar, tile == 0);
-        if (lane == 0) scale = factor;
-    } else if (warp == 1 && lane < ADAM_SCALARS) {
-        scalars[lane] = scalar != nullptr ? *scalar : 0.0f;
+        double sum = part[0];
+#pragma unroll
+        for (int k = 1; k < ADAM_AHEAD; ++k) sum += part[k];
+#pragma unroll 1
+        for (int i = lane + 32 * ADAM_AHEAD; i < own; i += 32) sum += partials[record.first_partial + i];
+        sum = fx_warp_sum(sum);
+        if (lane == 0) scale = adam_scale(record, sum, value, tile == 0);
+    } else if (warp == 1) {
+        value = adam_scalar(lane, value);
+        if (lane < ADAM_SCALARS) scalars[lane] = value;
     }
     const bool skip = __syncthreads_or(bad ? 1 : 0) != 0;
     if (blockIdx.x == 0 && warp == 0) adam_report(table, count, skip);
-    if (skip) return;
+    if (skip || !inside) return;
 
-    const AdamStep step = adam_step(scalars, scale);
+    const AdamStep step = adam_step(scalars, scale, matrix);
+    fx_copy_wait<0>();
+    const float4 g = arrived[0][thread];
+    float4 m = arrived[1][thread], v = arrived[2][thread], w = arrived[3][thread];
+    adam_element(step, g.x, w.x, m.x, v.x);
+    adam_element(step, g.y, w.y, m.y, v.y);
+    adam_element(step, g.z, w.z, m.z, v.z);
+    adam_element(step, g.w, w.w, m.w, v.w);
+    *reinterpret_cast<float4*>(record.params + at) = w;
+    *reinterpret_cast<float4*>(record.m + at) = m;
+    *reinterpret_cast<float4*>(record.v + at) = v;
     const float tau = scalars[ADAM_TAU];
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const long long i = start + 1024 * k;
-        if (!inside[k]) break;
-        adam_element(step, matrix[k], g[k].x, w[k].x, m[k].x, v[k].x);
-        adam_element(step, matrix[k], g[k].y, w[k].y, m[k].y, v[k].y);
-        adam_element(step, matrix[k], g[k].z, w[k].z, m[k].z, v[k].z);
-        adam_element(step, matrix[k], g[k].w, w[k].w, m[k].w, v[k].w);
-        *reinterpret_cast<float4*>(params + i) = w[k];
-        *reinterpret_cast<float4*>(moments + i) = m[k];
-        *reinterpret_cast<float4*>(squares + i) = v[k];
-        if (!follows[k] || tau == 0.0f) continue;
-        target[k].x = fx_follow(target[k].x, w[k].x, tau);
-        target[k].y = fx_follow(target[k].y, w[k].y, tau);
-        target[k].z = fx_follow(target[k].z, w[k].z, tau);
-        target[k].w = fx_follow(target[k].w, w[k].w, tau);
-        *reinterpret_cast<float4*>(targets + i) = target[k];
-    }
+    if (!follows || tau == 0.0f) return;
+    float4 target = arrived[4][thread];
+    target.x = fx_follow(target.x, w.x, tau);
+    target.y = fx_follow(target.y, w.y, tau);
+    target.z = fx_follow(target.z, w.z, tau);
+    target.w = fx_follow(target.w, w.w, tau);
+    *reinterpret_cast<float4*>(record.targets + at) = target;
 }

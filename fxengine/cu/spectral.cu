@@ -1,9 +1,9 @@
 // fx_spectral: one power iteration on w [rows, cols] (row-major, no gaps) and, if it is too long, its rescaling.
 //   u = normalize(w v)   v = normalize(w^T u)   sigma = u^T w v   w *= sn_max / sigma if sigma is finite and > sn_max
 //   normalize(x) = x / max(|x|, 1e-12). sigma is that of w before it is scaled. Nothing is written when skip is set.
-// One block of 512 threads per matrix, all matrices in one launch. Up to 128 x 288 elements stay in registers after one
-// reading; a larger w is read twice, a third time to scale it. Dot products in float, the norms in double, every sum in
-// fixed order.
+// One block of 1,024 threads per matrix, all matrices in one launch. Up to 128 x 288 elements stay in registers after
+// one reading; a larger w is read twice, a third time to scale it. Dot products in float, the norms in double, every
+// sum in fixed order.
 // A matrix that is not finite gives a NaN sigma and NaN in v, and stays as it is.
 #include "fx.cuh"
 
@@ -20,25 +20,30 @@ struct Spectral {
     int cols;
 };
 
-constexpr int SPECTRAL_THREADS = 512;
-constexpr int SPECTRAL_WARPS = 16;
+// All that fit: the more threads, the less code, since what a thread keeps in registers takes unrolled loops.
+constexpr int SPECTRAL_THREADS = 1024;
+constexpr int SPECTRAL_WARPS = 32;
 // Columns per round of w^T u: 9 per lane, since the matrices are a little wider than a power of two: h2 and a few more.
 constexpr int SPECTRAL_LANE = 9;
 constexpr int SPECTRAL_ROUND = 32 * SPECTRAL_LANE;
 // Rows that a warp keeps in registers.
-constexpr int SPECTRAL_KEPT = 8;
+constexpr int SPECTRAL_KEPT = 4;
 
-// As fx_block_sum, for 16 warps: each adds the same 16 numbers in the same order.
-__device__ __forceinline__ double spectral_sum(double value, double* scratch) {
-    value = fx_warp_sum(value);
+// Sum over the block of one number per warp: each warp adds the same numbers in the same order.
+__device__ __forceinline__ double spectral_sum_warps(double value, double* scratch) {
     __syncthreads();  // an earlier use of scratch is over
     if ((threadIdx.x & 31u) == 0) scratch[threadIdx.x >> 5] = value;
     __syncthreads();
     return fx_lanes_sum<SPECTRAL_WARPS>(scratch[threadIdx.x & (SPECTRAL_WARPS - 1u)]);
 }
 
-// max(norm, 1e-12) that lets NaN through.
-__device__ __forceinline__ double spectral_floor(double norm) { return norm < 1e-12 ? 1e-12 : norm; }
+// Sum over the block of one number per thread.
+__device__ __forceinline__ double spectral_sum(double value, double* scratch) {
+    return spectral_sum_warps(fx_warp_sum(value), scratch);
+}
+
+// 1 / max(norm, 1e-12) from the norm's square; lets NaN through.
+__device__ __forceinline__ double spectral_inverse(double square) { return square < 1e-24 ? 1e12 : rsqrt(square); }
 
 // u = w v, a warp per row; four rows at a time, so that their loads overlap.
 __device__ __forceinline__ void spectral_rows(const Spectral& record) {
@@ -51,7 +56,7 @@ __device__ __forceinline__ void spectral_rows(const Spectral& record) {
             const int r = row + k * SPECTRAL_WARPS;
             line[k] = record.w + static_cast<long long>(r < record.rows ? r : record.rows - 1) * record.cols;
         }
-#pragma unroll 4
+#pragma unroll 2
         for (int c = lane; c < record.cols; c += 32) {
             const float x = record.v[c];
 #pragma unroll
@@ -106,7 +111,7 @@ __device__ __forceinline__ void spectral_scale(const Spectral& record, float fac
     if ((reinterpret_cast<u64>(record.w) & 15) == 0) {
         done = length & ~3ll;
         float4* w = reinterpret_cast<float4*>(record.w);
-#pragma unroll 4
+#pragma unroll 2
         for (long long i = thread; i < done / 4; i += SPECTRAL_THREADS) {
             float4 x = w[i];
             x.x *= factor;
@@ -129,7 +134,7 @@ __device__ __forceinline__ void spectral_large(const Spectral& record, float* pa
     for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) {
         squares += static_cast<double>(record.u[r]) * static_cast<double>(record.u[r]);
     }
-    double inverse = 1.0 / spectral_floor(sqrt(spectral_sum(squares, scratch)));
+    double inverse = spectral_inverse(spectral_sum(squares, scratch));
     for (int r = thread; r < record.rows; r += SPECTRAL_THREADS) {
         record.u[r] = static_cast<float>(record.u[r] * inverse);
     }
@@ -137,7 +142,7 @@ __device__ __forceinline__ void spectral_large(const Spectral& record, float* pa
 
     // u^T w v = (w^T u)^T v: the product that v is made from gives sigma too.
     squares = spectral_sum(spectral_columns(record, partial), scratch);
-    inverse = 1.0 / spectral_floor(sqrt(squares));
+    inverse = spectral_inverse(squares);
     if (thread < SPECTRAL_ROUND) {
         for (int c = thread; c < record.cols; c += SPECTRAL_ROUND) {
             record.v[c] = static_cast<float>(record.v[c] * inverse);
@@ -149,27 +154,21 @@ __device__ __forceinline__ void spectral_large(const Spectral& record, float* pa
     if (fx_finite(sigma) && sigma > limit) spectral_scale(record, static_cast<float>(limit / sigma));
 }
 
-// Sums over the warp of 8 values at once: lane l gets that of value l / 4. Each step of the first three halves the
+// Sums over the warp of 4 values at once: lane l gets that of value l / 8. Each of the first two steps halves the
 // values that a lane still has to add.
 __device__ __forceinline__ float spectral_sums(const float (&value)[SPECTRAL_KEPT]) {
     const int lane = static_cast<int>(threadIdx.x & 31u);
-    float four[4], two[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const bool high = (lane & 16) != 0;
-        four[i] = (high ? value[i + 4] : value[i]) +
-                  __shfl_xor_sync(0xffffffffu, high ? value[i] : value[i + 4], 16);
-    }
+    float two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const bool high = (lane & 8) != 0;
-        two[i] = (high ? four[i + 2] : four[i]) + __shfl_xor_sync(0xffffffffu, high ? four[i] : four[i + 2], 8);
+        const bool high = (lane & 16) != 0;
+        two[i] = (high ? value[i + 2] : value[i]) + __shfl_xor_sync(0xffffffffu, high ? value[i] : value[i + 2], 16);
     }
-    const bool high = (lane & 4) != 0;
-    return fx_lanes_sum<4>((high ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 4));
+    const bool high = (lane & 8) != 0;
+    return fx_lanes_sum<8>((high ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 8));
 }
 
-// The whole step with w in registers: warp i has the rows 8 i ... 8 i + 7, lane l of it the columns l, l + 32, ...
+// The whole step with w in registers: warp i has the rows 4 i ... 4 i + 3, lane l of it the columns l, l + 32, ...
 __device__ __forceinline__ void spectral_small(const Spectral& record, float* partial, double* scratch) {
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread & 31, warp = thread >> 5;
@@ -182,6 +181,7 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
 #pragma unroll
         for (int k = 0; k < SPECTRAL_LANE; ++k) w[r][k] = 32 * k < left ? line[32 * k] : 0.0f;
     }
+    const bool skip = *record.skip != 0;
     float dot[SPECTRAL_KEPT] = {};
 #pragma unroll
     for (int k = 0; k < SPECTRAL_LANE; ++k) {
@@ -189,19 +189,22 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
 #pragma unroll
         for (int r = 0; r < SPECTRAL_KEPT; ++r) dot[r] += w[r][k] * x;
     }
-    const double limit = static_cast<double>(*record.sn_max);
-    if (*record.skip != 0) return;
-    float u = spectral_sums(dot);  // of row lane / 4
-    if (row0 + lane / 4 > last) u = 0.0f;
-    const double part = lane % 4 == 0 ? static_cast<double>(u) * static_cast<double>(u) : 0.0;
-    double inverse = 1.0 / spectral_floor(sqrt(spectral_sum(part, scratch)));
+    if (skip) return;
+    const int row = row0 + lane / 8;
+    float u = spectral_sums(dot);
+    if (row > last) u = 0.0f;
+    double squares = static_cast<double>(u) * static_cast<double>(u);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 16);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 8);  // eight lanes have the same u
+    double inverse = spectral_inverse(spectral_sum_warps(squares, scratch));
     u = static_cast<float>(u * inverse);
-    if (lane % 4 == 0 && row0 + lane / 4 <= last) record.u[row0 + lane / 4] = u;
+    if (lane % 8 == 0 && row <= last) record.u[row] = u;
+    const float limit = *record.sn_max;
 
     float sum[SPECTRAL_LANE] = {};
 #pragma unroll
     for (int r = 0; r < SPECTRAL_KEPT; ++r) {
-        const float scale = __shfl_sync(0xffffffffu, u, 4 * r);
+        const float scale = __shfl_sync(0xffffffffu, u, 8 * r);
 #pragma unroll
         for (int k = 0; k < SPECTRAL_LANE; ++k) sum[k] += w[r][k] * scale;
     }
@@ -213,13 +216,13 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
 #pragma unroll
         for (int i = 0; i < SPECTRAL_WARPS; ++i) v += partial[i * SPECTRAL_ROUND + thread];
     }
-    const double squares = spectral_sum(static_cast<double>(v) * static_cast<double>(v), scratch);
-    inverse = 1.0 / spectral_floor(sqrt(squares));
+    squares = spectral_sum(static_cast<double>(v) * static_cast<double>(v), scratch);
+    inverse = spectral_inverse(squares);
     if (thread < cols) record.v[thread] = static_cast<float>(v * inverse);
     const double sigma = squares * inverse;
     if (thread == 0) *record.sigma = static_cast<float>(sigma);
-    if (!fx_finite(sigma) || !(sigma > limit)) return;
-    const float factor = static_cast<float>(limit / sigma);
+    if (!fx_finite(sigma) || !(sigma > static_cast<double>(limit))) return;
+    const float factor = static_cast<float>(static_cast<double>(limit) / sigma);
 #pragma unroll
     for (int r = 0; r < SPECTRAL_KEPT; ++r) {
         if (row0 + r > last) break;
@@ -231,11 +234,12 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) fx_spectral(const Spectral* table, int count) {
+extern "C" __global__ void __launch_bounds__(SPECTRAL_THREADS) fx_spectral(const Spectral* table, int count) {
     __shared__ float partial[SPECTRAL_WARPS * SPECTRAL_ROUND];
     __shared__ double scratch[SPECTRAL_WARPS];
+    __shared__ Spectral place;
     int tile;
-    const Spectral record = fx_record(table, count, tile);
+    const Spectral& record = fx_record(table, count, tile, place);
     fx_wait();
     fx_trigger();
     if (record.rows <= SPECTRAL_KEPT * SPECTRAL_WARPS && record.cols <= SPECTRAL_ROUND) {

@@ -33,17 +33,31 @@ if TYPE_CHECKING:
 _SHARED = 8192
 # More samples in a block than this save no more weight traffic worth having.
 _MAX_SAMPLES = 8
-# AttentionPath of attention.cuh, and the sizes of the last one: a thread per token.
+# AttentionPath of attention.cuh, and the sizes of the last one: eight lanes per token.
 _MEMORY, _STAGED, _TOKENS = range(3)
-_TOKEN_FEATURES, _TOKEN_ATTN, _TOKEN_MOST, _TOKEN_LD = 8, 16, 8, 20
+_TOKEN_FEATURES, _TOKEN_ATTN, _TOKEN_MOST, _TOKEN_LD, _TOKEN_LD_WEIGHTS = 8, 16, 8, 20, 12
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["batch"]) // int(fields["samples"]))
 
 
-FORWARD = Family("attention_forward", "attention.cu", "fx_attention_forward", "AttentionForward", tiles=_tiles)
-BACKWARD = Family("attention_backward", "attention.cu", "fx_attention_backward", "AttentionBackward", tiles=_tiles)
+FORWARD = Family(
+    "attention_forward",
+    "attention.cu",
+    "fx_attention_forward",
+    "AttentionForward",
+    tiles=_tiles,
+    early=("w_q", "w_k", "w_v", "w_o"),
+)
+BACKWARD = Family(
+    "attention_backward",
+    "attention.cu",
+    "fx_attention_backward",
+    "AttentionBackward",
+    tiles=_tiles,
+    early=("w_o",),
+)
 
 
 @dataclass(frozen=True)
@@ -79,29 +93,32 @@ def choose_samples(
 
     The simulated device pays for blocks, a GPU for multiprocessors that have none.
     """
-    fitting = max(0, (_SHARED - floats_shared) // floats_per_sample)
-    wanted = batch if target.kind == "sim" else -(-batch // target.sm_count)
-    return min(fitting, wanted, most)
+    fitting = min(max(0, (_SHARED - floats_shared) // floats_per_sample), most)
+    if target.kind == "sim" or not fitting:
+        return min(fitting, batch)
+    rounds = -(-batch // (fitting * target.sm_count))  # blocks of a multiprocessor, all of one size
+    return -(-batch // (rounds * target.sm_count))
 
 
 def _by_token(tokens: int, features: int, attn: int) -> bool:
-    """Whether the sizes are those of the path with a thread per token."""
+    """Whether the sizes are those of the path with eight lanes per token."""
     return (features, attn) == (_TOKEN_FEATURES, _TOKEN_ATTN) and tokens <= _TOKEN_MOST
 
 
 def forward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
     """Floats of shared memory that a forward needs per block (weights) and per sample."""
     if _by_token(tokens, features, attn):
-        return 4 * features * attn, tokens * 2 * _TOKEN_LD
+        weights = 3 * attn * _TOKEN_LD_WEIGHTS + features * _TOKEN_LD
+        return weights, tokens * (features + 2 * attn + _TOKEN_LD + 1)
     padded = attn | 1
     weights = 3 * attn * (features | 1) + features * padded
     return weights, tokens * (features + 3 * padded + tokens)
 
 
 def backward_floats(tokens: int, features: int, attn: int) -> tuple[int, int]:
-    """Floats of shared memory that a backward needs per block (w_o) and per sample."""
+    """Floats of shared memory that a backward needs per block (w_o, unless in registers) and per sample."""
     if _by_token(tokens, features, attn):
-        return features * attn, tokens * (4 * _TOKEN_LD + 2 * _TOKEN_MOST)
+        return 0, tokens * (features + _TOKEN_MOST + 3 * attn + _TOKEN_LD)
     return features * attn, tokens * (features + 4 * (attn | 1) + 2 * tokens)
 
 

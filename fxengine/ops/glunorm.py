@@ -46,8 +46,16 @@ FORWARD = Family(
     "fx_glunorm_forward",
     "GluNormForward",
     tiles=lambda fields: -(-int(fields["rows"]) // _ROWS),
+    early=("gain", "bias"),
 )
-BACKWARD = Family("glunorm_backward", "glunorm.cu", "fx_glunorm_backward", "GluNormBackward", tiles=_backward_tiles)
+BACKWARD = Family(
+    "glunorm_backward",
+    "glunorm.cu",
+    "fx_glunorm_backward",
+    "GluNormBackward",
+    tiles=_backward_tiles,
+    early=("gain",),
+)
 #: Late, like weight gradients: only the optimizer waits for it.
 COLUMNSUM = Family(
     "columnsum",
