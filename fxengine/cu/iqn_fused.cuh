@@ -15,18 +15,12 @@
 template <int WORD>
 constexpr int iqn_steps = 2 / WORD;
 
-// fx_tf32 without clearing the low bits, which the product drops by itself.
-__device__ __forceinline__ unsigned iqn_tf32(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return fabsf(x) < FX_INF ? bits + 0x1000u : bits;
-}
-
 // The two words of step q of a chunk, from the lane's four numbers.
 template <int WORD>
 __device__ __forceinline__ void iqn_words(unsigned& first, unsigned& second, const float* v, int q) {
     if constexpr (WORD == 1) {
-        first = iqn_tf32(v[2 * q]);
-        second = iqn_tf32(v[2 * q + 1]);
+        first = fx_tf32(v[2 * q]);
+        second = fx_tf32(v[2 * q + 1]);
     } else {
         first = fx_bf16x2(v[0], v[1]);
         second = fx_bf16x2(v[2], v[3]);
@@ -40,6 +34,19 @@ __device__ __forceinline__ void iqn_operand(unsigned (&a)[M][1][4], const float 
     for (int i = 0; i < M; ++i) {
         iqn_words<WORD>(a[i][0][0], a[i][0][2], v[i][0], q);
         iqn_words<WORD>(a[i][0][1], a[i][0][3], v[i][1], q);
+    }
+}
+
+// The same for all steps of a chunk.
+template <int WORD, int M>
+__device__ __forceinline__ void iqn_operands(unsigned (&a)[M][iqn_steps<WORD>][4], const float (&v)[M][2][4]) {
+    FX_UNROLL
+    for (int i = 0; i < M; ++i) {
+        FX_UNROLL
+        for (int q = 0; q < iqn_steps<WORD>; ++q) {
+            iqn_words<WORD>(a[i][q][0], a[i][q][2], v[i][0], q);
+            iqn_words<WORD>(a[i][q][1], a[i][q][3], v[i][1], q);
+        }
     }
 }
 

@@ -1,14 +1,27 @@
 // Backward of the quantile networks of iqn_fused.cu, from dtheta and the stored hidden numbers.
 //
-// fx_iqn_backward_<precision>_<columns>: with slope of relu taken from hidden and from phi, made again from tau:
+// fx_iqn_backward_<precision>_<rows>: with slope of relu taken from hidden and from phi, made again from tau:
 //   dhidden = (dtheta w_iq2) slope(hidden), dmixed = dhidden w_iq1, dphi = dmixed h2[b] slope(phi)
 //   dh2[b]  = or += scale * slope(h2) * sum over the N rows of b of dmixed phi, scale = *weight * *readiness, the slope
 //             that of the activation that made h2; a scale of 0 gives an exact 0, or accumulating leaves dh2 untouched
 //   partial[slice] = the slice's share of dw_iq1 = dhidden^T mixed, dw_phi = dphi^T cosines, db_phi, db_iq1
-//   A block owns COLUMNS columns of h2, whose weights and sums of weight gradients it keeps in shared memory and in
-//   registers, and every slices-th tile of ROWS rows: nothing of the size [rows, features] is ever in memory. Per tile:
-//   1. cosines and dhidden into shared memory; 2. phi and dmixed, from them mixed and dphi into shared memory, and dh2;
-//   3. weight gradients. The number of quantiles is a multiple of 8 and divides ROWS.
+//   A block owns 128 columns of h2 and every slices-th run of rows, in tiles of ROWS: nothing of the size
+//   [rows, features] is ever in memory. A run is a tile or a sample, whichever is longer; the number of quantiles is a
+//   multiple of 8, and it and ROWS one of the other.
+//
+//   Products are made transposed, columns of h2 by rows of the batch. The sums of phi and of dmixed then lie as operand
+//   A of a weight gradient, whose k is the rows, wants them: in the same lane, k in another order (iqn_fused.cuh).
+//   Columns are shared out among pairs of warps, 32 each, so that a weight that is read serves 32 of them:
+//
+//     warp p      phi = w_phi cosines^T        -> mixed = phi h2           -> dw_iq1 += mixed dhidden
+//     warp p + 4  dmixed = w_iq1^T dhidden^T   -> dphi = dmixed h2 slope   -> dw_phi += dphi cosines; dh2
+//
+//   Both make the same number of products. Sums of weight gradients and w_iq1 stay in registers; phi goes from the
+//   first to the second through shared memory, and the second never waits for it, having twice as much to do before.
+//   Cosines and dhidden, which the former and the latter make, have two places in shared memory, so that a warp makes
+//   the next tile's while others still multiply: one barrier per tile. Per 32 rows and 128 columns the tensor cores
+//   take 1600 products of 1.5 clocks, shared memory 2450 clocks; a warp's registers are full, so what can be found out
+//   again is.
 //
 // fx_iqn_gradients: sums of the slices in their order, = or +=.
 #include "iqn_fused_tile.cuh"
@@ -63,327 +76,549 @@ struct IqnGradients {
     int accumulate;
 };
 
-// How a block works: WORD as ever, COLUMNS of h2, ROWS of a tile. The 8 warps share the outputs of each product.
-template <int WORD, int COLUMNS, int ROWS>
+// Shared memory of a block.
+template <int WORD, int TILE_ROWS>
 struct IqnBlock {
-    static constexpr int K = 8 * WORD;            // of one step
-    static constexpr int PHI = iqn_cosines / K;   // steps
-    static constexpr int MIXED = iqn_width / K;
-    static constexpr int DOWN = ROWS / K;
-    static constexpr int PAIRS = COLUMNS / 16;    // pairs of fragments, each one uint4 per lane and step
-    static constexpr int M = ROWS / 32, N = COLUMNS / 32;       // fragments of a warp: phi and dmixed, 2 x 4 warps
-    static constexpr int N_IQ1 = COLUMNS / 16;  // dw_iq1: 2 x N_IQ1 of a warp, 4 x 2 warps
-    static constexpr int M_PHI = COLUMNS / 64;  // dw_phi: M_PHI x 4 of a warp, likewise
-    static constexpr int GROUPS = ROWS / 8;
+    static constexpr int COLUMNS = 128, PAIRS = 4, ROWS = TILE_ROWS;
+    static constexpr int STEPS = iqn_steps<WORD>;
+    static constexpr int PHI = iqn_cosines / 16, MIXED = iqn_width / 16, DOWN = ROWS / 16;  // chunks of k
+    static constexpr int GROUPS = ROWS / 8;  // of rows that belong to one sample
+    static constexpr int TILE = 2 * ROWS * (iqn_cosines + iqn_width) / WORD + GROUPS * COLUMNS;  // words
 
-    IqnTile<WORD, iqn_width> dhidden;
-    IqnTile<WORD, iqn_cosines> cosines;
-    IqnTile<WORD, COLUMNS> mixed, dphi;
-    uint4* w_phi;   // [PHI][PAIRS][32]
-    uint4* w_iq1;   // [MIXED][PAIRS][32]
-    float* sums;    // [GROUPS][COLUMNS], of dmixed phi over runs of rows
-    float* bias;    // [COLUMNS]
+    uint4* w_phi;     // [PAIRS][PHI][2][STEPS][32], operand A
+    uint4* w_iq2;     // [MIXED][STEPS][32], units for the first 16 outputs
+    float4* phi;      // [PAIRS][GROUPS][2][32], as the sums lie in the lanes
+    unsigned* tiles;  // two of them
+    float* bias;      // [COLUMNS], b_phi
 
-    __device__ __forceinline__ explicit IqnBlock(uint4* shared) {
-        w_phi = shared;
-        w_iq1 = w_phi + PHI * PAIRS * 32;
-        dhidden.words = reinterpret_cast<unsigned*>(w_iq1 + MIXED * PAIRS * 32);
-        cosines.words = dhidden.words + ROWS * dhidden.LD;
-        mixed.words = cosines.words + ROWS * cosines.LD;
-        dphi.words = mixed.words + ROWS * mixed.LD;
-        sums = reinterpret_cast<float*>(dphi.words + ROWS * dphi.LD);
-        bias = sums + GROUPS * COLUMNS;
+    __device__ __forceinline__ explicit IqnBlock(uint4* shared)
+        : w_phi(shared), w_iq2(w_phi + PAIRS * PHI * 2 * STEPS * 32),
+          phi(reinterpret_cast<float4*>(w_iq2 + MIXED * STEPS * 32)),
+          tiles(reinterpret_cast<unsigned*>(phi + PAIRS * GROUPS * 2 * 32)),
+          bias(reinterpret_cast<float*>(tiles + 2 * TILE)) {}
+};
+
+// What is made of ROWS rows before they are multiplied.
+template <int WORD, int ROWS>
+struct IqnTile {
+    IqnMatrix<WORD, iqn_cosines, ROWS> cosines;
+    IqnMatrix<WORD, iqn_width, ROWS> dhidden;
+    float* states;  // [GROUPS][COLUMNS], h2 of the sample of every 8 rows
+
+    __device__ __forceinline__ explicit IqnTile(unsigned* words)
+        : cosines(words), dhidden(cosines.down + cosines.WORDS),
+          states(reinterpret_cast<float*>(dhidden.down + dhidden.WORDS)) {}
+};
+
+// Where a thread stands, found out afresh where it is wanted, so that it takes no registers in between: in warp `pair`
+// of the four of its kind. Of the 32 columns of the pair, row 16 i + 8 h + g of operand A, and of the sums, is column
+// 4 g + 2 i + h, so that a lane's four lie side by side.
+struct IqnPlace {
+    int pair, lane, g, t;
+    int column;  // the lane's first, of the block's
+
+    __device__ __forceinline__ IqnPlace() : IqnPlace(fx_linear_again(static_cast<int>(threadIdx.x))) {}
+
+private:
+    __device__ __forceinline__ explicit IqnPlace(int thread)
+        : pair(thread >> 5 & 3), lane(thread & 31), g(lane >> 2), t(lane & 3), column(32 * pair + 4 * g) {}
+};
+
+// What of the work is the block's, found out afresh likewise: the columns from column0 on, and a slice of the rows.
+struct IqnShare {
+    int column0, slice;
+
+    __device__ __forceinline__ explicit IqnShare(const IqnBackward& r) {
+        const int tile = fx_linear_again(static_cast<int>(blockIdx.x)) - r.first_tile;
+        const int parts = (r.features + 127) / 128;
+        column0 = tile % parts * 128;
+        slice = tile / parts;
     }
+};
 
-    // Weights of the columns from column0 on, in the order in which fragments read them.
-    __device__ __forceinline__ void fill(const IqnBackward& r, int column0) const {
-        const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll 8
-        for (int u = warp; u < (PHI + MIXED) * PAIRS; u += 8) {
-            const bool phi = u < PHI * PAIRS;
-            const int own = phi ? u : u - PHI * PAIRS, s = own / PAIRS, pair = own % PAIRS;
-            const int depth = phi ? r.cosines : r.width;
-            const float* w = phi ? r.w_phi : r.w_iq1;
-            const long long along = phi ? 1 : r.ld_iq1, beside = phi ? r.ld_phi : 1;
-            unsigned words[4];
-            FX_UNROLL
-            for (int f = 0; f < 2; ++f) {
-                const int column = column0 + 16 * pair + 8 * f + g;
-                float v[4];
-                FX_UNROLL
-                for (int e = 0; e < 2 * WORD; ++e) {
-                    const int k = WORD == 1 ? 8 * s + 2 * t + e : 16 * s + 8 * (e >> 1) + 2 * t + (e & 1);
-                    v[e] = column < r.features && k < depth ? w[column * beside + k * along] : 0.0f;
-                }
-                iqn_words<WORD>(words[2 * f], words[2 * f + 1], v, 0);
-            }
-            (phi ? w_phi : w_iq1)[own * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+// Rows of a run.
+template <int ROWS>
+__device__ __forceinline__ int iqn_run(const IqnBackward& r) {
+    return r.quantiles > ROWS ? r.quantiles : ROWS;
+}
+
+// First row of the tile after the one at row0.
+template <int ROWS>
+__device__ __forceinline__ int iqn_next(const IqnBackward& r, int row0) {
+    const int run = iqn_run<ROWS>(r), next = fx_linear_again(row0) + ROWS;
+    return next % run == 0 ? next + (r.slices - 1) * run : next;
+}
+
+// phi of the pair's warp of the first kind is there. The first kind goes on at once, the second waits.
+template <bool WAITS>
+__device__ __forceinline__ void iqn_hand_over(int pair) {
+#if FX_DEVICE
+    if constexpr (WAITS) {
+        asm volatile("barrier.sync %0, 64;" :: "r"(1 + pair) : "memory");
+    } else {
+        asm volatile("barrier.arrive %0, 64;" :: "r"(1 + pair) : "memory");
+    }
+#else
+    __syncthreads();
+#endif
+}
+
+// The four numbers of h2 that chunk i of the tile's rows is mixed with, in this lane: [i][h] like a sum's rows.
+template <class Tile>
+__device__ __forceinline__ void iqn_state(float (&state)[2][2], const Tile& tile, const IqnPlace& own, int i) {
+    const float4 quad = *reinterpret_cast<const float4*>(tile.states + (2 * i + (own.t >> 1)) * 128 + own.column);
+    state[0][0] = quad.x;
+    state[0][1] = quad.y;
+    state[1][0] = quad.z;
+    state[1][1] = quad.w;
+}
+
+// sums += a . columns of a matrix, over chunk `chunk` of the rows.
+template <int WORD, int WIDE, int FRAGMENTS, class Matrix>
+__device__ __forceinline__ void iqn_add_gradient(float (&sums)[FRAGMENTS / WIDE][2][WIDE][4],
+                                                 const unsigned (&a)[2][iqn_steps<WORD>][4], const Matrix& matrix,
+                                                 int chunk) {
+    FX_UNROLL
+    for (int part = 0; part < FRAGMENTS / WIDE; ++part) {
+        unsigned b[WIDE][iqn_steps<WORD>][2];
+        FX_UNROLL
+        for (int j = 0; j < WIDE; ++j) {
+            const int fragment = part * WIDE + j;
+            matrix.load_down(b[j], chunk, fragment >> 1, fragment & 1);
         }
-        const int column = column0 + static_cast<int>(threadIdx.x);
-        if (threadIdx.x < COLUMNS) bias[threadIdx.x] = column < r.features ? r.b_phi[column] : 0.0f;
+        fx_mma<WORD, iqn_steps<WORD>, 2, WIDE>(sums[part], a, b);
+    }
+}
+
+// First kind of warp: phi and mixed again, dw_iq1; of the next tile dhidden, 32 columns of it, and h2 for 8 rows.
+template <int WORD, int ROWS>
+struct IqnMixing {
+    typedef IqnBlock<WORD, ROWS> Block;
+    typedef IqnTile<WORD, ROWS> Tile;
+    static constexpr int STEPS = Block::STEPS, DOWN = Block::DOWN, WIDE = 2;
+
+    const IqnBackward& r;
+    const Block block;
+    float dw_iq1[iqn_width / 8 / WIDE][2][WIDE][4];
+    float db_iq1[2][4];
+    // Of the next tile:
+    float dtheta[DOWN][2][4];                  // of the first 16 outputs
+    unsigned slopes[DOWN];                     // of relu: bit 8 h + 4 c + e is of column 32 pair + 16 c + 4 t + e
+    float state[4];                            // h2 for the tile's rows 8 pair ..
+
+    __device__ __forceinline__ IqnMixing(const IqnBackward& record, const Block& shared)
+        : r(record), block(shared), dw_iq1{}, db_iq1{} {
+        const IqnPlace own;
+        const int column = IqnShare(r).column0 + own.column;
+        const bool quads = fx_quads(r.w_phi, r.ld_phi);
+#pragma unroll 1
+        for (int c = 0; c < Block::PHI; ++c) {
+            const int k = 16 * c + 4 * own.t;
+            float v[2][2][4];
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                const int left = column + e < r.features ? r.cosines - k : 0;
+                fx_load(v[e >> 1][e & 1], r.w_phi + static_cast<long long>(column + e) * r.ld_phi + k, left, quads);
+            }
+            unsigned a[2][STEPS][4];
+            iqn_operands<WORD, 2>(a, v);
+            FX_UNROLL
+            for (int u = 0; u < 2 * STEPS; ++u) {
+                const unsigned(&word)[4] = a[u / STEPS][u % STEPS];
+                weights(own, c)[32 * u] = make_uint4(word[0], word[1], word[2], word[3]);
+            }
+        }
+        FX_UNROLL
+        for (int e = 0; e < 4; ++e) block.bias[own.column + e] = column + e < r.features ? r.b_phi[column + e] : 0.0f;
+        FX_UNROLL
+        for (int c = 0; c < 2; ++c) {
+            uint4 units[STEPS];
+            iqn_unit_down<WORD>(units, r.w_iq2, r.ld_iq2, r.width, r.outputs, 32 * own.pair + 16 * c, 4 * own.t);
+            FX_UNROLL
+            for (int q = 0; q < STEPS; ++q) last(own, c)[32 * q] = units[q];
+        }
     }
 
-    // out[i][j] += A . units, for the warp's columns.
-    template <int STEPS, int TILE>
-    __device__ __forceinline__ void multiply(float (&out)[M][N][4], const IqnTile<WORD, TILE>& a_tile,
-                                             const uint4* units, int row, int column) const {
-        const uint4* from = units + column / 16 * 32 + (threadIdx.x & 31u);
-#pragma unroll 4
-        for (int s = 0; s < STEPS; ++s) {
-            unsigned a[M][1][4], b[N][1][2];
-            a_tile.template across<M>(a, row, s);
+    // This lane's part of w_phi and w_iq2; only the warp itself reads it.
+    __device__ __forceinline__ uint4* weights(const IqnPlace& own, int c) const {
+        return block.w_phi + (own.pair * Block::PHI + c) * 2 * STEPS * 32 + own.lane;
+    }
+    __device__ __forceinline__ uint4* last(const IqnPlace& own, int c) const {
+        return block.w_iq2 + (2 * own.pair + c) * STEPS * 32 + own.lane;
+    }
+
+    __device__ __forceinline__ void fetch(int row0) {
+        fetch_state(row0);
+        FX_UNROLL
+        for (int i = 0; i < DOWN; ++i) {
+            float hidden[2][1][2][4];
+            fetch_rows(hidden, row0, i);
+            note_slopes(hidden, i);
+        }
+    }
+
+    __device__ __forceinline__ void fetch_state(int row0) {
+        const IqnPlace own;
+        const int row = row0 + 8 * own.pair, column = IqnShare(r).column0 + 4 * own.lane;
+        const float* const from = r.h2 + static_cast<long long>(row / r.quantiles) * r.ld_h2 + column;
+        const bool there = own.pair < Block::GROUPS && row < r.rows;
+        fx_load(state, from, there ? r.features - column : 0, fx_quads(r.h2, r.ld_h2));
+    }
+
+    // dtheta and hidden of chunk i of the rows.
+    __device__ __forceinline__ void fetch_rows(float (&hidden)[2][1][2][4], int row0, int i) {
+        const IqnPlace own;
+        float(&first)[1][2][4] = *reinterpret_cast<float(*)[1][2][4]>(&dtheta[i]);
+        iqn_fetch<1>(first, r.dtheta, r.ld_dtheta, r.outputs, 4 * own.t, row0 + 16 * i, r.rows);
+        FX_UNROLL
+        for (int c = 0; c < 2; ++c) {
+            const int column = 32 * own.pair + 16 * c + 4 * own.t;
+            iqn_fetch<1>(hidden[c], r.hidden, r.ld_hidden, r.width, column, row0 + 16 * i, r.rows);
+        }
+    }
+
+    __device__ __forceinline__ void note_slopes(const float (&hidden)[2][1][2][4], int i) {
+        slopes[i] = 0;
+        FX_UNROLL
+        for (int e = 0; e < 16; ++e) {
+            if (hidden[e >> 2 & 1][0][e >> 3][e & 3] > 0.0f) slopes[i] |= 1u << e;
+        }
+    }
+
+    __device__ __forceinline__ void multiply(const Tile& tile, int row0) {
+        const IqnPlace own;
+        const int next = iqn_next<ROWS>(r, row0);
+        const float4 quad = *reinterpret_cast<const float4*>(block.bias + own.column);
+        const float bias[2][2] = {{quad.x, quad.y}, {quad.z, quad.w}};
+        float phi[2][2 * DOWN][4];
+        FX_UNROLL
+        for (int i = 0; i < 2; ++i) {
             FX_UNROLL
-            for (int j = 0; j < N; j += 2) {
-                const uint4 unit = from[(s * PAIRS + j / 2) * 32];
-                b[j][0][0] = unit.x;
-                b[j][0][1] = unit.y;
-                b[j + 1][0][0] = unit.z;
-                b[j + 1][0][1] = unit.w;
+            for (int j = 0; j < 2 * DOWN; ++j) {
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) phi[i][j][e] = bias[i][e >> 1];
             }
-            fx_mma<WORD, 1, M, N>(out, a, b);
+        }
+        FX_UNROLL
+        for (int c = 0; c < Block::PHI; ++c) {
+            unsigned a[2][STEPS][4], b[2 * DOWN][STEPS][2];
+            FX_UNROLL
+            for (int u = 0; u < 2 * STEPS; ++u) {
+                const uint4 word = weights(own, c)[32 * u];
+                unsigned(&to)[4] = a[u / STEPS][u % STEPS];
+                to[0] = word.x;
+                to[1] = word.y;
+                to[2] = word.z;
+                to[3] = word.w;
+            }
+            FX_UNROLL
+            for (int j = 0; j < 2 * DOWN; ++j) tile.cosines.load_across(b[j], c, j >> 1, j & 1);
+            fx_mma<WORD, STEPS, 2, 2 * DOWN>(phi, a, b);
+        }
+        float4* const handed = block.phi + own.pair * Block::GROUPS * 2 * 32 + own.lane;
+        FX_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            FX_UNROLL
+            for (int j = 0; j < 2 * DOWN; ++j) {
+                float(&p)[4] = phi[i][j];
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) p[e] = fx_activate(FX_RELU, p[e]);
+                handed[(2 * j + i) * 32] = make_float4(p[0], p[1], p[2], p[3]);
+            }
+        }
+        iqn_hand_over<false>(own.pair);
+        FX_UNROLL
+        for (int chunk = 0; chunk < DOWN; ++chunk) {
+            float hidden[2][1][2][4];
+            fetch_rows(hidden, next, chunk);
+            if (chunk == DOWN - 1) fetch_state(next);
+            float h2[2][2], mixed[2][2][4];
+            iqn_state(h2, tile, own, chunk);
+            FX_UNROLL
+            for (int e = 0; e < 16; ++e) {
+                const int i = e >> 3, h = e >> 2 & 1, row = e & 3;  // 4 t + row of the chunk
+                mixed[i][h][row] = phi[i][2 * chunk + (row >> 1)][2 * h + (row & 1)] * h2[i][h];
+            }
+            unsigned a[2][STEPS][4];
+            iqn_operands<WORD, 2>(a, mixed);
+            if (r.partial != nullptr) iqn_add_gradient<WORD, WIDE, iqn_width / 8>(dw_iq1, a, tile.dhidden, chunk);
+            note_slopes(hidden, chunk);
+            __syncwarp();  // so that the compiler does not fetch what the next chunk wants here already
+        }
+    }
+
+    __device__ __forceinline__ void make(const Tile& tile, int row0) {
+        const IqnPlace own;
+        float sums[2][DOWN][2][4] = {};
+#pragma unroll 1
+        for (int k = 0; k < r.outputs; k += 16) {
+            if (k > 0) iqn_fetch<DOWN>(dtheta, r.dtheta, r.ld_dtheta, r.outputs, k + 4 * own.t, row0, r.rows);
+            FX_UNROLL
+            for (int c = 0; c < 2; ++c) {
+                uint4 units[STEPS];
+                if (k > 0) {
+                    const int column = 32 * own.pair + 16 * c;
+                    iqn_unit_down<WORD>(units, r.w_iq2, r.ld_iq2, r.width, r.outputs, column, k + 4 * own.t);
+                } else {
+                    FX_UNROLL
+                    for (int q = 0; q < STEPS; ++q) units[q] = last(own, c)[32 * q];
+                }
+                iqn_multiply_chunk<WORD, DOWN>(sums[c], dtheta, units);
+            }
+        }
+        FX_UNROLL
+        for (int u = 0; u < 4 * DOWN; ++u) {
+            const int i = u >> 2, h = u >> 1 & 1, c = u & 1;
+            float v[4];
+            iqn_columns<DOWN>(v, sums[c], i, h);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                v[e] *= slopes[i] >> (8 * h + 4 * c + e) & 1u ? 1.0f : 0.0f;
+                db_iq1[c][e] += v[e];
+            }
+            tile.dhidden.store(own.lane, v, i, h, 2 * own.pair + c);
+        }
+        if (own.pair < Block::GROUPS) {
+            float4* const to = reinterpret_cast<float4*>(tile.states + own.pair * Block::COLUMNS) + own.lane;
+            *to = make_float4(state[0], state[1], state[2], state[3]);
+        }
+    }
+
+    __device__ __forceinline__ void end(float* to_iq1, float*, float* to_bias) const {
+        const IqnPlace own;
+        const bool quads = fx_quads(to_iq1, r.features);
+        const int column0 = IqnShare(r).column0, column = column0 + own.column;
+        FX_UNROLL
+        for (int u = 0; u < iqn_width / 4; ++u) {
+            const int fragment = u >> 1, e = u & 1;
+            const int row = 16 * (fragment >> 1) + 4 * own.t + 2 * (fragment & 1) + e;
+            float v[4];
+            FX_UNROLL
+            for (int d = 0; d < 4; ++d) v[d] = dw_iq1[fragment / WIDE][d >> 1][fragment % WIDE][2 * (d & 1) + e];
+            fx_store(to_iq1 + row * r.features + column, v, row < r.width ? r.features - column : 0, quads);
+        }
+        FX_UNROLL
+        for (int e = 0; e < 8; ++e) {
+            const float sum = iqn_rows_sum(db_iq1[e >> 2][e & 3]);
+            const int at = 32 * own.pair + 16 * (e >> 2) + 4 * own.t + (e & 3);
+            if (column0 == 0 && own.g == 0 && at < r.width) to_bias[r.features + at] = sum;
         }
     }
 };
 
-// The hidden numbers that this thread's part of dhidden needs: columns 16 warp + 4 t .. of rows row0 + 16 i + 8 h + g.
-template <int F>
-__device__ __forceinline__ void iqn_fetch_hidden(float (&held)[F][2][4], const IqnBackward& r, int row0) {
-    const int thread = static_cast<int>(threadIdx.x);
-    iqn_fetch<F>(held, r.hidden, r.ld_hidden, r.width, 16 * (thread >> 5) + 4 * (thread & 3), row0, r.rows);
-}
+// Second kind of warp: dmixed and dphi, dw_phi, dh2; of the next tile 16 of the cosines.
+template <int WORD, int ROWS>
+struct IqnUnmixing {
+    typedef IqnBlock<WORD, ROWS> Block;
+    typedef IqnTile<WORD, ROWS> Tile;
+    static constexpr int STEPS = Block::STEPS, DOWN = Block::DOWN, WIDE = 2;
 
-// Step 1: cosines, and dhidden = (dtheta w_iq2) slope(held); bias += its sum over the rows.
-template <class B, int WORD, int ROWS>
-__device__ __forceinline__ void iqn_begin_tile(const B& block, const IqnBackward& r, int row0,
-                                               const float (&held)[ROWS / 16][2][4], float (&bias)[4]) {
-    constexpr int F = 2;
-    const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, g = lane >> 2, t = lane & 3;
-    FX_UNROLL
-    for (int i = 0; i < ROWS / 16; ++i) {
-        const int row = 16 * i + (thread >> 4), column = 4 * (thread & 15);
-        const float tau = row0 + row < r.rows ? r.tau[row0 + row] : 0.0f;
+    const IqnBackward& r;
+    const Block block;
+    unsigned w_iq1[Block::MIXED][2][STEPS][4];
+    float dw_phi[iqn_cosines / 8 / WIDE][2][WIDE][4];
+    float db_phi[2][2], total[2][2];  // total: of dmixed phi over the sample's rows so far
+    float tau;                        // of the next tile's row with the lane's number
+
+    __device__ __forceinline__ IqnUnmixing(const IqnBackward& record, const Block& shared)
+        : r(record), block(shared), dw_phi{}, db_phi{}, total{} {
+        const IqnPlace own;
+        const int column = IqnShare(r).column0 + own.column, left = r.features - column;
+        const float* const from = r.w_iq1 + static_cast<long long>(4 * own.t) * r.ld_iq1 + column;
+        float v[Block::MIXED][2][2][4];
+        if (fx_quads(r.w_iq1 + column, r.ld_iq1) && left >= 4) {
+            FX_UNROLL
+            for (int e = 0; e < 4 * Block::MIXED; ++e) {
+                const int c = e >> 2, k = 16 * c + (e & 3);
+                float4 quad = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (k + 4 * own.t < r.width) {
+                    quad = *reinterpret_cast<const float4*>(from + static_cast<long long>(k) * r.ld_iq1);
+                }
+                v[c][0][0][e & 3] = quad.x;
+                v[c][0][1][e & 3] = quad.y;
+                v[c][1][0][e & 3] = quad.z;
+                v[c][1][1][e & 3] = quad.w;
+            }
+        } else {
+            FX_UNROLL
+            for (int e = 0; e < 16 * Block::MIXED; ++e) {
+                const int c = e >> 4, d = e >> 2 & 3, k = 16 * c + (e & 3);
+                const bool there = k + 4 * own.t < r.width && d < left;
+                v[c][d >> 1][d & 1][e & 3] = there ? from[static_cast<long long>(k) * r.ld_iq1 + d] : 0.0f;
+            }
+        }
+        FX_UNROLL
+        for (int c = 0; c < Block::MIXED; ++c) iqn_operands<WORD, 2>(w_iq1[c], v[c]);
+    }
+
+    __device__ __forceinline__ void fetch(int row0) {
+        const IqnPlace own;
+        tau = own.lane < ROWS && row0 + own.lane < r.rows ? r.tau[row0 + own.lane] : 0.0f;
+    }
+
+    __device__ __forceinline__ void multiply(const Tile& tile, int row0) {
+        const IqnPlace own;
+        FX_UNROLL
+        for (int chunk = 0; chunk < DOWN; ++chunk) {
+            if (chunk == DOWN - 1) fetch(iqn_next<ROWS>(r, row0));
+            float dmixed[2][2][4] = {};
+            FX_UNROLL
+            for (int c = 0; c < Block::MIXED; ++c) {
+                unsigned b[2][STEPS][2];
+                FX_UNROLL
+                for (int f = 0; f < 2; ++f) tile.dhidden.load_across(b[f], c, chunk, f);
+                fx_mma<WORD, STEPS, 2, 2>(dmixed, w_iq1[c], b);
+            }
+            if (chunk == 0) iqn_hand_over<true>(own.pair);
+            float mixer[2][2], dphi[2][2][4];
+            iqn_state(mixer, tile, own, chunk);
+            const float4* const handed = block.phi + (own.pair * DOWN + chunk) * 4 * 32 + own.lane;
+            FX_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                FX_UNROLL
+                for (int f = 0; f < 2; ++f) {
+                    const float4 quad = handed[(2 * f + i) * 32];
+                    const float phi[4] = {quad.x, quad.y, quad.z, quad.w};
+                    FX_UNROLL
+                    for (int e = 0; e < 4; ++e) {
+                        const int h = e >> 1;
+                        const float dm = dmixed[i][f][e], d = phi[e] <= 0.0f ? 0.0f : dm * mixer[i][h];
+                        total[i][h] += dm * phi[e];
+                        db_phi[i][h] += d;
+                        dphi[i][h][2 * f + (e & 1)] = d;
+                    }
+                }
+            }
+            unsigned a[2][STEPS][4];
+            iqn_operands<WORD, 2>(a, dphi);
+            iqn_add_gradient<WORD, WIDE, iqn_cosines / 8>(dw_phi, a, tile.cosines, chunk);
+            const int end = row0 + 16 * (chunk + 1);
+            if (r.quantiles < 16 || end % r.quantiles == 0) finish(mixer, end - 16);
+        }
+    }
+
+    // dh2 of the sample, or of the two samples, whose last rows are the 16 from row on.
+    __device__ __forceinline__ void finish(const float (&mixer)[2][2], int row) {
+        const IqnPlace own;
+        const float scale = r.dh2 != nullptr ? *r.weight * *r.readiness : 0.0f;
         float v[4];
         FX_UNROLL
-        for (int e = 0; e < 4; ++e) v[e] = iqn_feature(static_cast<float>(column) + static_cast<float>(e), tau);
-        iqn_store_quad<WORD>(block.cosines.words + row * block.cosines.LD, column, v);
-    }
-    const int column = thread / 32 * 16;
-    FX_UNROLL
-    for (int part = 0; part < ROWS; part += 16 * F) {
-        float sums[F][2][4] = {};
-#pragma unroll 1
-        for (int k = 4 * t; k - 4 * t < r.outputs; k += 16) {
-            uint4 units[iqn_steps<WORD>];
-            iqn_unit_down<WORD>(units, r.w_iq2, r.ld_iq2, r.width, r.outputs, column, k);
-            float v[F][2][4];
-            iqn_fetch<F>(v, r.dtheta, r.ld_dtheta, r.outputs, k, row0 + part, r.rows);
-            iqn_multiply_chunk<WORD, F>(sums, v, units);
+        for (int e = 0; e < 4; ++e) {
+            v[e] = fx_lanes_sum<2>(total[e >> 1][e & 1]);
+            const float other = __shfl_xor_sync(0xffffffffu, v[e], 2);
+            if (r.quantiles > 8) v[e] += other;
+            total[e >> 1][e & 1] = 0.0f;
         }
-        FX_UNROLL
-        for (int i = 0; i < F; ++i) {
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                float v[4];
-                iqn_dhidden<F>(v, sums, held[part / 16 + i][h], i, h);
-                FX_UNROLL
-                for (int e = 0; e < 4; ++e) bias[e] += v[e];
-                const int row = part + 16 * i + 8 * h + g;
-                iqn_store_quad<WORD>(block.dhidden.words + row * block.dhidden.LD, column + 4 * t, v);
-            }
-        }
-    }
-}
-
-// Step 2: phi and dmixed of the warp's rows and columns; mixed, dphi and the sums for dh2. bias += sum of dphi.
-template <class B, int WORD, int COLUMNS, int ROWS>
-__device__ __forceinline__ void iqn_middle(const B& block, const IqnBackward& r, int row0, int column0, int span,
-                                           float (&bias)[B::N][2]) {
-    constexpr int M = B::M, N = B::N;
-    const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-    const int g = lane >> 2, t = lane & 3, row = warp / 4 * 16 * M, column = warp % 4 * 8 * N;
-    float phi[M][N][4], dmixed[M][N][4] = {};
-    FX_UNROLL
-    for (int j = 0; j < N; ++j) {
+        row += 4 * own.t;
+        const bool writes = own.t == 0 || (own.t == 2 && r.quantiles == 8);
+        if (r.dh2 == nullptr || !writes || row >= r.rows || (scale == 0.0f && r.accumulate != 0)) return;
+        const int column = IqnShare(r).column0 + own.column;
+        float* const to = r.dh2 + static_cast<long long>(row / r.quantiles) * r.ld_dh2 + column;
+        const bool quads = fx_quads(r.dh2, r.ld_dh2);
+        float before[4] = {};
+        if (r.accumulate != 0) fx_load(before, to, r.features - column, quads);
         FX_UNROLL
         for (int e = 0; e < 4; ++e) {
-            const float b = block.bias[column + 8 * j + 2 * t + (e & 1)];
+            if (r.activation != FX_NONE) v[e] *= fx_activate_slope(r.activation, mixer[e >> 1][e & 1]);
+            const float value = fx_scaled(scale, v[e]);
+            v[e] = r.accumulate != 0 ? before[e] + value : value;
+        }
+        fx_store(to, v, r.features - column, quads);
+    }
+
+    __device__ __forceinline__ void make(const Tile& tile, int) {
+        const IqnPlace own;
+        const float first = static_cast<float>(16 * own.pair + 4 * own.t);
+#pragma unroll 2
+        for (int u = 0; u < 2 * DOWN; ++u) {
+            const float x = __shfl_sync(0xffffffffu, tau, 8 * u + own.g);
+            float v[4];
             FX_UNROLL
-            for (int i = 0; i < M; ++i) phi[i][j][e] = b;
+            for (int e = 0; e < 4; ++e) v[e] = iqn_feature(first + static_cast<float>(e), x);
+            tile.cosines.store(own.lane, v, u >> 1, u & 1, own.pair);
         }
     }
-    block.template multiply<B::PHI>(phi, block.cosines, block.w_phi, row, column);
-    block.template multiply<B::MIXED>(dmixed, block.dhidden, block.w_iq1, row, column);
-    float state[N][2], total[N][2];
-    FX_UNROLL
-    for (int group = 0; group < 2 * M; ++group) {  // 8 rows, of one sample
-        const int i = group / 2, h = group % 2, first = row + 8 * group;
-        if (group % span == 0) {
-            const int left = row0 + first < r.rows ? r.features - column0 - column - 2 * t : 0;
-            const long long sample = (row0 + first) / r.quantiles;
-            const float* h2 = r.h2 + sample * r.ld_h2 + column0 + column + 2 * t;
-            FX_UNROLL
-            for (int j = 0; j < N; ++j) {
-                FX_UNROLL
-                for (int e = 0; e < 2; ++e) {
-                    state[j][e] = 8 * j + e < left ? h2[8 * j + e] : 0.0f;
-                    total[j][e] = 0.0f;
-                }
-            }
-        }
+
+    __device__ __forceinline__ void end(float*, float* to_phi, float* to_bias) const {
+        const IqnPlace own;
+        const bool quads = fx_quads(to_phi, r.cosines);
+        const int column = IqnShare(r).column0 + own.column;
         FX_UNROLL
-        for (int j = 0; j < N; ++j) {
-            float x[2], d[2];
+        for (int u = 0; u < 4 * Block::PHI; ++u) {
+            const int c = u >> 2, i = u >> 1 & 1, h = u & 1, row = column + 2 * i + h, first = 16 * c + 4 * own.t;
+            float v[4];
             FX_UNROLL
-            for (int e = 0; e < 2; ++e) {
-                const float p = fx_activate(FX_RELU, phi[i][j][2 * h + e]), dm = dmixed[i][j][2 * h + e];
-                x[e] = p * state[j][e];
-                d[e] = p <= 0.0f ? 0.0f : dm * state[j][e];
-                total[j][e] += dm * p;
-                bias[j][e] += d[e];
+            for (int e = 0; e < 4; ++e) {
+                const int fragment = 2 * c + (e >> 1);
+                v[e] = dw_phi[fragment / WIDE][i][fragment % WIDE][2 * h + (e & 1)];
             }
-            iqn_store_pair<WORD>(block.mixed.words + (first + g) * block.mixed.LD, column + 8 * j + 2 * t, x[0], x[1]);
-            iqn_store_pair<WORD>(block.dphi.words + (first + g) * block.dphi.LD, column + 8 * j + 2 * t, d[0], d[1]);
+            fx_store(to_phi + row * r.cosines + first, v, row < r.features ? r.cosines - first : 0, quads);
         }
-        if ((group + 1) % span == 0 && r.dh2 != nullptr) {
-            FX_UNROLL
-            for (int j = 0; j < N; ++j) {
-                FX_UNROLL
-                for (int e = 0; e < 2; ++e) {
-                    const float sum = iqn_rows_sum(total[j][e]);
-                    if (g == 0) block.sums[first / (8 * span) * COLUMNS + column + 8 * j + 2 * t + e] = sum;
-                }
-            }
-        }
+        float sums[4];
+        FX_UNROLL
+        for (int e = 0; e < 4; ++e) sums[e] = fx_lanes_sum<4>(db_phi[e >> 1][e & 1]);
+        if (own.t == 0) fx_store(to_bias + column, sums, r.features - column, false);
     }
+};
+
+// The way of a warp of either kind through the rows of its slice. What the next tile is made of is fetched while this
+// one is multiplied.
+template <class Warp>
+__device__ __forceinline__ void iqn_walk(const IqnBackward& r, uint4* shared) {
+    typedef typename Warp::Block Block;
+    const Block block(shared);
+    Warp warp(r, block);
+    fx_wait();
+    fx_trigger();
+    int row0 = IqnShare(r).slice * iqn_run<Block::ROWS>(r);
+    unsigned* words = block.tiles;
+    warp.fetch(row0);
+#pragma unroll 1
+    while (row0 < r.rows) {
+        const typename Warp::Tile tile(words);
+        warp.make(tile, row0);
+        __syncthreads();
+        warp.multiply(tile, row0);
+        words = words == block.tiles ? block.tiles + Block::TILE : block.tiles;
+        row0 = iqn_next<Block::ROWS>(r, row0);
+    }
+    if (r.partial == nullptr) return;
+    const int slice = IqnShare(r).slice;
+    float* const to_iq1 = r.partial + slice * (static_cast<long long>(r.width + r.cosines + 1) * r.features + r.width);
+    float* const to_phi = to_iq1 + r.width * r.features;
+    warp.end(to_iq1, to_phi, to_phi + r.features * r.cosines);
 }
 
-// dh2 of the tile's samples.
-template <class B, int COLUMNS, int ROWS>
-__device__ __forceinline__ void iqn_states(const B& block, const IqnBackward& r, int row0, int column0, int span,
-                                           float scale) {
-    if (r.dh2 == nullptr || (scale == 0.0f && r.accumulate != 0)) return;
-    const int parts = r.quantiles / (8 * span);
-    for (int e = static_cast<int>(threadIdx.x); e < ROWS / r.quantiles * COLUMNS; e += 256) {
-        const int sample = e / COLUMNS, column = e % COLUMNS;
-        const int row = row0 + sample * r.quantiles;
-        if (row >= r.rows || column0 + column >= r.features) continue;
-        float total = 0.0f;
-        for (int part = 0; part < parts; ++part) total += block.sums[(sample * parts + part) * COLUMNS + column];
-        float* to = r.dh2 + static_cast<long long>(row / r.quantiles) * r.ld_dh2 + column0 + column;
-        if (r.activation != FX_NONE) {
-            const long long at = static_cast<long long>(row / r.quantiles) * r.ld_h2 + column0 + column;
-            total *= fx_activate_slope(r.activation, r.h2[at]);
-        }
-        const float value = fx_scaled(scale, total);
-        *to = r.accumulate != 0 ? *to + value : value;
-    }
-}
-
-template <int WORD, int COLUMNS, int ROWS>
+template <int WORD, int ROWS>
 __device__ __forceinline__ void iqn_backward(const IqnBackward* table, int count, uint4* shared) {
-    typedef IqnBlock<WORD, COLUMNS, ROWS> B;
     __shared__ IqnBackward place;
     int tile;
     const IqnBackward& r = fx_record(table, count, tile, place);
-    const B block(shared);
-    const int parts = (r.features + COLUMNS - 1) / COLUMNS;
-    const int column0 = tile % parts * COLUMNS, slice = tile / parts;
-    block.fill(r, column0);
-    fx_wait();
-    fx_trigger();
-    const float scale = r.dh2 != nullptr ? *r.weight * *r.readiness : 0.0f;
-    const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-    const int g = lane >> 2, t = lane & 3;
-    const int span = (r.quantiles < 16 * B::M ? r.quantiles : 16 * B::M) / 8;  // groups of 8 rows that a warp adds up
-    float held[ROWS / 16][2][4];
-    iqn_fetch_hidden(held, r, slice * ROWS);
-    float dw_iq1[2][B::N_IQ1][4] = {}, dw_phi[B::M_PHI][4][4] = {}, db_phi[B::N][2] = {}, db_iq1[4] = {};
-    const int down = warp / 2, right = warp % 2;  // of the warp among the 4 x 2 that share the weight gradients
-    for (int row0 = slice * ROWS; row0 < r.rows; row0 += r.slices * ROWS) {
-        iqn_begin_tile<B, WORD, ROWS>(block, r, row0, held, db_iq1);
-        __syncthreads();
-        iqn_middle<B, WORD, COLUMNS, ROWS>(block, r, row0, column0, span, db_phi);
-        __syncthreads();
-        iqn_fetch_hidden(held, r, row0 + r.slices * ROWS);
-        iqn_states<B, COLUMNS, ROWS>(block, r, row0, column0, span, scale);
-        if (r.partial != nullptr) {
-#pragma unroll 2
-            for (int s = 0; s < B::DOWN; ++s) {
-                unsigned a[2][1][4], b[B::N_IQ1][1][2];
-                block.dhidden.template down_a<2>(a, 32 * down, s);
-                block.mixed.template down_b<B::N_IQ1>(b, 8 * B::N_IQ1 * right, s);
-                fx_mma<WORD, 1, 2, B::N_IQ1>(dw_iq1, a, b);
-            }
-#pragma unroll 2
-            for (int s = 0; s < B::DOWN; ++s) {
-                unsigned a[B::M_PHI][1][4], b[4][1][2];
-                block.dphi.template down_a<B::M_PHI>(a, 16 * B::M_PHI * down, s);
-                block.cosines.template down_b<4>(b, 32 * right, s);
-                fx_mma<WORD, 1, B::M_PHI, 4>(dw_phi, a, b);
-            }
-        }
-        __syncthreads();
-    }
-    if (r.partial == nullptr) return;
-    float* to_iq1 = r.partial + slice * (static_cast<long long>(r.width + r.cosines + 1) * r.features + r.width);
-    FX_UNROLL
-    for (int e = 0; e < 4 * 2 * B::N_IQ1; ++e) {
-        const int i = e / (4 * B::N_IQ1), j = e / 4 % B::N_IQ1;
-        const int row = 32 * down + 16 * i + 8 * (e % 4 / 2) + g;
-        const int column = column0 + 8 * B::N_IQ1 * right + 8 * j + 2 * t + e % 2;
-        if (row < r.width && column < r.features) to_iq1[row * r.features + column] = dw_iq1[i][j][e % 4];
-    }
-    float* to_phi = to_iq1 + r.width * r.features;
-    FX_UNROLL
-    for (int e = 0; e < 4 * B::M_PHI * 4; ++e) {
-        const int i = e / 16, j = e / 4 % 4;
-        const int row = column0 + 16 * B::M_PHI * down + 16 * i + 8 * (e % 4 / 2) + g;
-        const int column = 32 * right + 8 * j + 2 * t + e % 2;
-        if (row < r.features && column < r.cosines) to_phi[row * r.cosines + column] = dw_phi[i][j][e % 4];
-    }
-    float* to_bias = to_phi + r.features * r.cosines;
-    FX_UNROLL
-    for (int e = 0; e < 4; ++e) {
-        const float sum = iqn_rows_sum(db_iq1[e]);
-        const int at = 16 * warp + 4 * t + e;
-        if (column0 == 0 && g == 0 && at < r.width) to_bias[r.features + at] = sum;
-    }
-    // The two warps that share columns have the sums of other rows: the upper ones hand theirs over.
-    FX_UNROLL
-    for (int e = 0; e < 2 * B::N; ++e) {
-        const int column = warp % 4 * 8 * B::N + 8 * (e / 2) + 2 * t + e % 2;
-        db_phi[e / 2][e % 2] = iqn_rows_sum(db_phi[e / 2][e % 2]);
-        if (warp >= 4 && g == 0) block.sums[column] = db_phi[e / 2][e % 2];
-    }
-    __syncthreads();
-    FX_UNROLL
-    for (int e = 0; e < 2 * B::N; ++e) {
-        const int column = warp % 4 * 8 * B::N + 8 * (e / 2) + 2 * t + e % 2;
-        if (warp < 4 && g == 0 && column0 + column < r.features) {
-            to_bias[column0 + column] = db_phi[e / 2][e % 2] + block.sums[column];
-        }
+    if (threadIdx.x < 128) {
+        iqn_walk<IqnMixing<WORD, ROWS>>(r, shared);
+    } else {
+        iqn_walk<IqnUnmixing<WORD, ROWS>>(r, shared);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_tf32_128(const IqnBackward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_tf32_32(const IqnBackward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
-    iqn_backward<1, 128, 64>(table, count, shared);
+    iqn_backward<1, 32>(table, count, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_tf32_64(const IqnBackward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_tf32_16(const IqnBackward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
-    iqn_backward<1, 64, 32>(table, count, shared);
+    iqn_backward<1, 16>(table, count, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_128(const IqnBackward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_32(const IqnBackward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
-    iqn_backward<2, 128, 64>(table, count, shared);
+    iqn_backward<2, 32>(table, count, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_64(const IqnBackward* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_16(const IqnBackward* table, int count) {
     FX_DYN_SHARED(uint4, shared);
-    iqn_backward<2, 64, 32>(table, count, shared);
+    iqn_backward<2, 16>(table, count, shared);
 }
 
 // A tile is 256 numbers of the gradients, in the order of `partial`.

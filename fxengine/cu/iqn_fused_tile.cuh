@@ -6,115 +6,77 @@
 constexpr int iqn_cosines = 64;
 constexpr int iqn_width = 128;
 
-// Two neighbouring columns of a tile in shared memory, as words.
-template <int WORD>
-__device__ __forceinline__ void iqn_store_pair(unsigned* row, int column, float first, float second) {
-    if constexpr (WORD == 1) {
-        *reinterpret_cast<uint2*>(row + column) = make_uint2(iqn_tf32(first), iqn_tf32(second));
-    } else {
-        row[column >> 1] = fx_bf16x2(first, second);
-    }
-}
+// A matrix [ROWS][COLUMNS] in shared memory that is operand B of two products: of one with k along the columns, and of
+// one with k along the rows. Each has its own copy, in units: of 8 n and a chunk of 16 k a lane has the four numbers
+// that it multiplies by, side by side, so that it reads a step (bf16) or two (tf32) at once. n are
+// counted in chunks of 16 too, as everywhere (iqn_fused.cuh): fragment f of lane 4 g + t has n = 4 (g >> 1) + 2 f +
+// (g & 1).
+//
+// The unit of the n that is number g of its fragment, and of k = 4 t .., lies at place (4 g + t) ^ 2 (g >> 1) of 32.
+// Thus no access conflicts in tf32: a lane that has made four numbers of a row stores them at once in one copy, and one
+// by one in the other, where the lanes of a warp together write to eight units that lie in different banks.
+template <int WORD, int COLUMNS, int ROWS>
+struct IqnMatrix {
+    static constexpr int STEPS = iqn_steps<WORD>;
+    static constexpr int UNIT = 4 / WORD;                 // words
+    static constexpr int WORDS = ROWS * COLUMNS / WORD;  // of a copy
+    unsigned* across;  // k along the columns: [COLUMNS / 16][ROWS / 16][2][32] units
+    unsigned* down;    // k along the rows: [ROWS / 16][COLUMNS / 16][2][32] units
 
-template <int WORD>
-__device__ __forceinline__ void iqn_store_quad(unsigned* row, int column, const float (&v)[4]) {
-    if constexpr (WORD == 1) {
-        *reinterpret_cast<uint4*>(row + column) =
-            make_uint4(iqn_tf32(v[0]), iqn_tf32(v[1]), iqn_tf32(v[2]), iqn_tf32(v[3]));
-    } else {
-        *reinterpret_cast<uint2*>(row + (column >> 1)) = make_uint2(fx_bf16x2(v[0], v[1]), fx_bf16x2(v[2], v[3]));
-    }
-}
+    __device__ __forceinline__ explicit IqnMatrix(unsigned* words) : across(words), down(words + WORDS) {}
 
-// A tile of numbers [rows][COLUMNS] in shared memory. Rows are 8 numbers apart in banks: no access below conflicts but
-// for quads, two ways.
-template <int WORD, int COLUMNS>
-struct IqnTile {
-    static constexpr int LD = (COLUMNS + 8) / WORD;  // words between rows
-    unsigned* words;
+    static __device__ __forceinline__ int place(int n, int quad) { return (4 * n + quad) ^ (n & 6); }
 
-    // Operand A of step s, from rows row.. as they lie: k along the columns.
-    template <int M>
-    __device__ __forceinline__ void across(unsigned (&a)[M][1][4], int row, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int i = 0; i < M; ++i) {
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                const unsigned* from = words + (row + 16 * i + 8 * h + g) * LD + 8 * s;
-                if constexpr (WORD == 1) {  // k = 8 s + 2 t, 8 s + 2 t + 1
-                    const uint2 pair = *reinterpret_cast<const uint2*>(from + 2 * t);
-                    a[i][0][h] = pair.x;
-                    a[i][0][2 + h] = pair.y;
-                } else {  // k = 16 s + 2 t .., 16 s + 8 + 2 t ..
-                    a[i][0][h] = from[t];
-                    a[i][0][2 + h] = from[4 + t];
-                }
-            }
-        }
-    }
-
-    // Four 8 x 8 blocks of the transpose, k along the rows: block e is of rows 8 * (e & 1) .. and columns
-    // 8 * (e >> 1) .. with ROWS_FIRST, the other way round without. bf16 only.
-    template <bool ROWS_FIRST>
-    __device__ __forceinline__ void blocks(unsigned (&w)[4], int row, int column) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31;
-#if FX_DEVICE
-        const int e = lane >> 3, down = ROWS_FIRST ? e & 1 : e >> 1, right = ROWS_FIRST ? e >> 1 : e & 1;
-        const unsigned* from = words + (row + 8 * down + (lane & 7)) * LD + (column + 8 * right) / 2;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-            : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from)))
-            : "memory");
-#else
+    // Columns 16 c + 4 t .. of row 16 i + 8 h + g.
+    __device__ __forceinline__ void store(int lane, const float (&v)[4], int i, int h, int c) const {
         const int g = lane >> 2, t = lane & 3;
+        unsigned words[4];
+        FX_UNROLL
+        for (int q = 0; q < STEPS; ++q) iqn_words<WORD>(words[2 * q], words[2 * q + 1], v, q);
+        const int block = (c * (ROWS / 16) + i) * 2 + (g >> 1 & 1);
+        unsigned* const unit = across + (32 * block + place(4 * h + (g >> 2) * 2 + (g & 1), t)) * UNIT;
+        if constexpr (WORD == 1) {
+            *reinterpret_cast<uint4*>(unit) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else {
+            *reinterpret_cast<uint2*>(unit) = make_uint2(words[0], words[1]);
+        }
+        FX_UNROLL
         for (int e = 0; e < 4; ++e) {
-            const int down = ROWS_FIRST ? e & 1 : e >> 1, right = ROWS_FIRST ? e >> 1 : e & 1;
-            const int at = column + 8 * right + g, shift = at % 2 * 16;
-            const unsigned* from = words + (row + 8 * down + 2 * t) * LD + at / 2;
-            w[e] = (from[0] >> shift & 0xffffu) | (from[LD] >> shift & 0xffffu) << 16;
-        }
-#endif
-    }
-
-    // Operand A of step s, of columns column .. of the tile: k along the rows.
-    template <int M>
-    __device__ __forceinline__ void down_a(unsigned (&a)[M][1][4], int column, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int i = 0; i < M; ++i) {
+            const int other = (i * (COLUMNS / 16) + c) * 2 + (e >> 1);
+            const int at = (32 * other + place(2 * t + (e & 1), 2 * h + (g >> 2))) * 4 + (g & 3);
             if constexpr (WORD == 1) {
-                const unsigned* from = words + (8 * s + t) * LD + column + 16 * i + g;
-                a[i][0][0] = from[0];
-                a[i][0][1] = from[8];
-                a[i][0][2] = from[4 * LD];
-                a[i][0][3] = from[4 * LD + 8];
+                down[at] = words[e];
             } else {
-                blocks<false>(a[i][0], 16 * s, column + 16 * i);
+                const unsigned half = words[e >> 1] >> 16 * (e & 1);
+                reinterpret_cast<unsigned short*>(down)[at] = static_cast<unsigned short>(half);
             }
         }
     }
 
-    // Operand B likewise.
-    template <int N>
-    __device__ __forceinline__ void down_b(unsigned (&b)[N][1][2], int column, int s) const {
-        const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-        FX_UNROLL
-        for (int j = 0; j < N; j += 2) {
-            if constexpr (WORD == 1) {
-                const unsigned* from = words + (8 * s + t) * LD + column + 8 * j + g;
-                b[j][0][0] = from[0];
-                b[j][0][1] = from[4 * LD];
-                b[j + 1][0][0] = from[8];
-                b[j + 1][0][1] = from[4 * LD + 8];
-            } else {
-                unsigned w[4];
-                blocks<true>(w, 16 * s, column + 8 * j);
-                b[j][0][0] = w[0];
-                b[j][0][1] = w[1];
-                b[j + 1][0][0] = w[2];
-                b[j + 1][0][1] = w[3];
-            }
+    // Operand B of chunk c of the columns, for the rows of fragment f of chunk i.
+    __device__ __forceinline__ void load_across(unsigned (&b)[STEPS][2], int c, int i, int f) const {
+        load(b, across, (c * (ROWS / 16) + i) * 2 + f);
+    }
+
+    // Operand B of chunk i of the rows, for the columns of fragment f of chunk c.
+    __device__ __forceinline__ void load_down(unsigned (&b)[STEPS][2], int i, int c, int f) const {
+        load(b, down, (i * (COLUMNS / 16) + c) * 2 + f);
+    }
+
+private:
+    static __device__ __forceinline__ void load(unsigned (&b)[STEPS][2], const unsigned* from, int block) {
+        const int lane = static_cast<int>(threadIdx.x) & 31;
+        const unsigned* const unit = from + (32 * block + place(lane >> 2, lane & 3)) * UNIT;
+        if constexpr (WORD == 1) {
+            const uint4 words = *reinterpret_cast<const uint4*>(unit);
+            b[0][0] = words.x;
+            b[0][1] = words.y;
+            b[1][0] = words.z;
+            b[1][1] = words.w;
+        } else {
+            const uint2 words = *reinterpret_cast<const uint2*>(unit);
+            b[0][0] = words.x;
+            b[0][1] = words.y;
         }
     }
 };
@@ -124,15 +86,14 @@ struct IqnTile {
 template <int F>
 __device__ __forceinline__ void iqn_fetch(float (&held)[F][2][4], const float* matrix, int ld, int columns, int column,
                                           int row0, int end) {
-    const int row = row0 + ((static_cast<int>(threadIdx.x) & 31) >> 2);
+    int row = row0 + ((static_cast<int>(threadIdx.x) & 31) >> 2);
     const float* from = matrix + static_cast<long long>(row) * ld + column;
     if (fx_quads(matrix, ld) && columns % 4 == 0) {
         FX_UNROLL
-        for (int further = 0; further < 16 * F; further += 8) {
-            const bool there = row + further < end && column < columns;
+        for (int u = 0; u < 2 * F; ++u, row += 8, from += 8 * ld) {
             float4 quad = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (there) quad = *reinterpret_cast<const float4*>(from + static_cast<long long>(further) * ld);
-            float(&v)[4] = held[further / 16][further / 8 % 2];
+            if (row < end && column < columns) quad = *reinterpret_cast<const float4*>(from);
+            float(&v)[4] = held[u / 2][u % 2];
             v[0] = quad.x;
             v[1] = quad.y;
             v[2] = quad.z;
@@ -140,12 +101,9 @@ __device__ __forceinline__ void iqn_fetch(float (&held)[F][2][4], const float* m
         }
     } else {
         FX_UNROLL
-        for (int further = 0; further < 16 * F; further += 8) {
+        for (int u = 0; u < 2 * F; ++u, row += 8, from += 8 * ld) {
             FX_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                const bool there = row + further < end && column + e < columns;
-                held[further / 16][further / 8 % 2][e] = there ? from[static_cast<long long>(further) * ld + e] : 0.0f;
-            }
+            for (int e = 0; e < 4; ++e) held[u / 2][u % 2][e] = row < end && column + e < columns ? from[e] : 0.0f;
         }
     }
 }

@@ -61,8 +61,11 @@ _STATIC = 256
 
 _WARPS = 8  # of a block
 
-# Columns of h2 that a block of the backward owns: rows of its tiles.
-_TILE_ROWS = {128: 64, 64: 32}
+# Columns of h2 that a block of the backward owns, outputs whose weights it has in shared memory, and the rows of its
+# tiles: the more there is room for, the better.
+_BACKWARD_COLUMNS = 128
+_BACKWARD_OUTPUTS = 16
+_TILE_ROWS = (32, 16)
 
 _OLDEST_ARCH = 80  # mma.sync of tf32 and bf16
 
@@ -126,27 +129,27 @@ def fits(target: Target, precision: str, sizes: Sizes) -> bool:
     )
 
 
-def backward_shared(precision: str, columns: int) -> int:
-    """Bytes of dynamic shared memory of a block of `backward` that owns so many columns of h2."""
-    rows = _TILE_ROWS[columns]
-    weights = (MAX_COSINES + MAX_WIDTH) * columns
-    tiles = rows * ((MAX_WIDTH + 8) + (MAX_COSINES + 8) + 2 * (columns + 8))
-    return (weights + tiles) * (2 if precision == "bf16" else 4) + 4 * (rows // 8 + 1) * columns
+def backward_shared(precision: str, rows: int) -> int:
+    """Bytes of dynamic shared memory of a block of `backward` with tiles of so many rows."""
+    operand, columns = 2 if precision == "bf16" else 4, _BACKWARD_COLUMNS
+    weights = operand * (MAX_COSINES * columns + MAX_WIDTH * _BACKWARD_OUTPUTS)
+    tile = 2 * operand * rows * (MAX_COSINES + MAX_WIDTH) + 4 * (rows // 8) * columns
+    return weights + 4 * rows * columns + 2 * tile + 4 * columns
 
 
-def backward_columns(target: Target, precision: str, sizes: Sizes, quantiles: int) -> int:
-    """Columns of h2 that a block of `backward` owns on this device; 0 where `backward` does not serve it."""
-    if _in_range(target, precision, sizes):
-        for columns, rows in _TILE_ROWS.items():
-            enough = backward_shared(precision, columns) + _STATIC <= target.shared_memory_optin
-            if enough and quantiles % 8 == 0 and rows % quantiles == 0:
-                return columns
+def backward_rows(target: Target, precision: str, sizes: Sizes, quantiles: int) -> int:
+    """Rows of a tile of `backward` on this device; 0 where `backward` does not serve it."""
+    if _in_range(target, precision, sizes) and quantiles % 8 == 0:
+        for rows in _TILE_ROWS:
+            enough = backward_shared(precision, rows) + _STATIC <= target.shared_memory_optin
+            if enough and (rows % quantiles == 0 or quantiles % rows == 0):
+                return rows
     return 0
 
 
 def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
     """Whether `backward` serves this device, precision and shape."""
-    return backward_columns(target, precision, sizes, quantiles) > 0
+    return backward_rows(target, precision, sizes, quantiles) > 0
 
 
 def state_shared(precision: str) -> int:
@@ -283,14 +286,14 @@ def backward(
         name=name,
     )
     rows, quantiles = tau.size, tau.shape[1]
-    columns = backward_columns(program.target, program.precision, sizes, quantiles)
-    _require_served(columns > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
-    parts = -(-sizes.features // columns)
-    slices = max(1, min(-(-rows // _TILE_ROWS[columns]), int(program.target.sm_count * share) // parts))
+    height = backward_rows(program.target, program.precision, sizes, quantiles)
+    _require_served(height > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
+    parts = -(-sizes.features // _BACKWARD_COLUMNS)
+    slices = max(1, min(-(-rows // max(height, quantiles)), int(program.target.sm_count * share) // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
     partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
     program.launch(
-        _backward_family(program.precision, columns),
+        _backward_family(program.precision, height),
         {**fields, "partial": partial or 0, "rows": rows, "slices": slices},
         reads=reads,
         writes=[dh2, partial],
@@ -468,16 +471,16 @@ GRADIENTS = Family(
 
 
 @cache
-def _backward_family(precision: str, columns: int) -> Family:
+def _backward_family(precision: str, rows: int) -> Family:
     return Family(
-        f"iqn_backward_{precision}_{columns}",
+        f"iqn_backward_{precision}_{rows}",
         source="iqn_fused_backward.cu",
-        kernel=f"fx_iqn_backward_{precision}_{columns}",
+        kernel=f"fx_iqn_backward_{precision}_{rows}",
         struct="IqnBackward",
-        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // columns),
-        shared=backward_shared(precision, columns),
+        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // _BACKWARD_COLUMNS),
+        shared=backward_shared(precision, rows),
         whole=True,
-        early=("w_phi", "b_phi", "w_iq1"),
+        early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
     )
 
 
