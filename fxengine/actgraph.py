@@ -101,7 +101,8 @@ class ActingGraph:
             self._launch = self.graph.bind(engine.stream)
             self._map(slots)
             self.set_seed(seed)
-            self._replay(0)  # of zeros: the first launch of a graph takes longer than all others
+            self._start(0)  # of zeros: the first launch of a graph takes longer than all others
+            self._wait()
         except BaseException:
             self.close()
             raise
@@ -133,6 +134,11 @@ class ActingGraph:
 
     def run(self, obs: NDArray[np.float32], extra: Mapping[str, NDArray[np.float32]], count: int) -> Result:
         """Call number `count`, counted from 0, on observations of a shape that this graph is for."""
+        self.begin(obs, extra, count)
+        return self.finish()
+
+    def begin(self, obs: NDArray[np.float32], extra: Mapping[str, NDArray[np.float32]], count: int) -> None:
+        """The first half of `run`: launch. What the host queues before `finish` runs on the device after it."""
         if obs.dtype is not FLOAT32:
             check_dtype("observations", obs)
         if self._pending:  # an interrupted call's launch may not have read its inputs yet
@@ -141,7 +147,11 @@ class ActingGraph:
         if extra or self._inputs:
             self._write(extra)
         self._state[...] = obs
-        self._replay(count)
+        self._start(count)
+
+    def finish(self) -> Result:
+        """The second half of `run`: wait for the result."""
+        self._wait()
         actions = self._actions.copy()
         return (actions, self._values.copy()) if self._shape.values else actions
 
@@ -164,8 +174,8 @@ class ActingGraph:
         if len(extra) != len(self._inputs) or array is None:
             raise ValueError(f"acting reads {['state', *self._inputs]}, got {['state', *extra]}")
 
-    def _replay(self, count: int) -> None:
-        """Launch, and spin until every word in `_seen` is this launch's."""
+    def _start(self, count: int) -> None:
+        """Launch."""
         header, signals = self._header, self._engine.signals
         self._sequence += 1
         header[_COUNT], header[_SEQUENCE] = count, self._sequence
@@ -175,6 +185,9 @@ class ActingGraph:
             self._version = version
         self._pending = True
         self._launch()
+
+    def _wait(self) -> None:
+        """Spin until every word in `_seen` is that of the newest launch."""
         tag = self._sequence & 0xFFFFFFFF
         expected = tag.to_bytes(4, "little") * len(self._tags)
         last, looks = self._last, 0

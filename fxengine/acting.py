@@ -8,7 +8,7 @@ and no row can be torn. Training is not touched: an acting program only reads wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -127,6 +127,27 @@ class Acting:
         result = graph.run(obs, extra, self.count)
         self.count += 1
         return result
+
+    def begin(
+        self, obs: NDArray[np.float32], kind: PolicyKind, values: bool, extra: Mapping[str, NDArray[np.float32]]
+    ) -> Callable[[], Result]:
+        """`call` in two halves: this one launches, the function that it returns waits for the result.
+
+        In between the host may do other work, and queue some that the actions do not depend on: it runs behind them.
+        The next call comes after the second half.
+        """
+        try:
+            graph = self._graphs[obs.shape, kind, values]
+        except (KeyError, AttributeError):
+            graph = self._first(obs, kind, values)
+        graph.begin(obs, extra, self.count)
+
+        def finish() -> Result:
+            result = graph.finish()
+            self.count += 1
+            return result
+
+        return finish
 
     def prepare(
         self, rows: int, *, policy: PolicyKind | None = None, greedy: bool = False, values: bool = False

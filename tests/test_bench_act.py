@@ -25,6 +25,30 @@ def test_rows_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert printed.count("fxengine fp32") == printed.count("<- best") == 2
 
 
+def test_a_stopped_peer_is_left_out_and_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX Runtime comes last, and a peer that was stopped is not tried with the next network."""
+    path, started = tmp_path / "act.json", []
+
+    def status(command: list[str], environment: object, limit_s: float | None) -> int | None:
+        assert limit_s == 7.0
+        peer, model, output = command[3], command[4], Path(command[6])
+        held = json.loads(path.read_text(encoding="utf-8"))
+        started.append((peer, model, [row["by"] for row in held["act"]].count("jax jit")))
+        if peer != "jax":
+            return None
+        output.write_text(json.dumps([{"batch": 1, "by": "jax jit", "p50": 1.0, "p99": 2.0}]), encoding="utf-8")
+        return 0
+
+    monkeypatch.setattr(bench_act, "group_status", status)
+    arguments = ["--device", "sim", "--model", "dqn", "step", "--batch", "1", "--calls", "1", "--limit-s", "7"]
+    assert bench_act.main([*arguments, "--peers", "onnxruntime", "jax", "--json", str(path)]) == 0
+    assert started == [("jax", "dqn", 0), ("jax", "step", 1), ("onnxruntime", "dqn", 2)]
+    assert json.loads(path.read_text(encoding="utf-8"))["left_out"] == ["onnxruntime, dqn: stopped after 7 s"]
+    assert "onnxruntime, dqn: stopped after 7 s" in capsys.readouterr().out
+
+
 def test_percentiles_of_single_calls() -> None:
     calls = []
     found = bench_act.latencies(lambda: calls.append(1), calls=10, warmup=3)

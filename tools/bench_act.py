@@ -5,7 +5,8 @@
 
 Times `engine.act` (the default step, greedy) and `Acting.act` (a DQN's 48-120-84-4 as a function), and beside them the
 same networks with the same weights in PyTorch, JAX and ONNX Runtime where they can be imported, each in a process of
-its own; a peer whose values differ is an error, one that cannot be imported is left out by name. Prints one table:
+its own; a peer whose values differ is an error. One that cannot be imported, or is stopped after --limit-s seconds, is
+left out by name, and a stopped one is not started again for another network. Prints one table:
 
     p50, p99    µs per call, from the NumPy array that goes in to the NumPy array that comes out
     depth       fxengine: nodes on the longest path of the captured graph
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
@@ -36,10 +37,12 @@ from fxengine.acting import Acting
 from fxengine.graphs import Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.train.groups import linear_specs
+from tools.bench_peers import group_status
 from tools.bench_step import PRECISIONS, SIMULATED
-from tools.digest import ROOT, origin, source_digest
+from tools.digest import origin, source_digest
 
 BATCHES = (1, 16, 64, 256)
+#: In this order. ONNX Runtime comes last: exporting a network for it can take minutes.
 PEERS = ("torch-eager", "torch-captured", "jax", "onnxruntime")
 #: How far values of a peer may differ from ours, by our precision; more rows than one launch takes follow it.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
@@ -130,10 +133,17 @@ def bench_model(
 # -- peers -------------------------------------------------------------------------------------------------------
 
 
-def run_peer(name: str, model: str, case: Arrays, *, device: str, calls: int) -> list[dict[str, Any]] | str:
+class StoppedError(Exception):
+    """A peer took too long."""
+
+
+def run_peer(
+    name: str, model: str, case: Arrays, *, device: str, calls: int, limit_s: float
+) -> list[dict[str, Any]] | str:
     """Rows of one peer, from a process of its own; why there are none, if it cannot be imported.
 
     Raises:
+        StoppedError: it was stopped at the limit, with all that it started.
         RuntimeError: it could not compute the values, or computed others; its output, printed above, says why.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +151,9 @@ def run_peer(name: str, model: str, case: Arrays, *, device: str, calls: int) ->
         np.savez(data, allow_pickle=False, **case)
         command = [sys.executable, "-m", "tools.peers.acting", name, model, str(data), str(output)]
         command += ["--device", device, "--calls", str(calls)]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        status = group_status(command, os.environ, limit_s)
+        if status is None:
+            raise StoppedError(f"stopped after {limit_s:g} s")
         if status or not output.is_file():
             raise RuntimeError(f"{name} ended with status {status}; its output above says why")
         found: list[dict[str, Any]] | str = json.loads(output.read_text(encoding="utf-8"))
@@ -168,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all; none: ours alone")
     parser.add_argument("--device", default="auto", help="auto, cuda:N or sim (default: %(default)s)")
     parser.add_argument("--calls", type=int, help="calls per number (default: 2000; 3 on the simulated device)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of a peer (default: 60)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, after every peer")
     options = parser.parse_args(argv)
     try:
         device = Device.open(options.device)
@@ -176,32 +189,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    status = 0
+    left_out: list[str] = []
     with device:
         simulated = device.kind == "sim"
         calls = options.calls or (3 if simulated else 2000)
         source = {"digest": source_digest(), **origin(device), "note": SIMULATED if simulated else None}
+
+        def note(found: list[dict[str, Any]] | str) -> None:
+            if isinstance(found, str):
+                print(found, flush=True)
+                left_out.append(found)
+            else:
+                rows.extend(found)
+            if options.json:
+                text = json.dumps({**source, "act": rows, "left_out": left_out}, indent=1)
+                options.json.write_text(text + "\n", encoding="utf-8")
+
+        cases: dict[str, Arrays] = {}
         for model in options.model:
-            ours, case = bench_model(model, device, options.batch, options.precision, calls)
-            rows += ours
-            for name in options.peers:
-                try:
-                    found = run_peer(name, model, case, device="cpu" if simulated else "cuda", calls=calls)
-                except RuntimeError as error:
-                    print(f"error: {error}", file=sys.stderr)
-                    status = 1
-                    continue
-                if isinstance(found, str):
-                    print(f"{name}: {found}")
-                else:
-                    rows += [{"model": model, **row} for row in found]
+            ours, cases[model] = bench_model(model, device, options.batch, options.precision, calls)
+            note(ours)
+    failed = False
+    for name in sorted(options.peers, key=PEERS.index):
+        for model, case in cases.items():
+            place = "cpu" if simulated else "cuda"
+            try:
+                found = run_peer(name, model, case, device=place, calls=calls, limit_s=options.limit_s)
+            except StoppedError as stopped:
+                note(f"{name}, {model}: {stopped}")
+                break
+            except RuntimeError as error:
+                print(f"error: {error}", file=sys.stderr)
+                failed = True
+                continue
+            note(f"{name}, {model}: {found}" if isinstance(found, str) else [{"model": model, **row} for row in found])
     print(f"{source['device']['name']} ({source['device']['arch']}), µs per call")
     print(table(rows))
     if source["note"]:
         print(f"note: {source['note']}")
-    if options.json:
-        options.json.write_text(json.dumps({**source, "act": rows}, indent=1) + "\n", encoding="utf-8")
-    return status
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

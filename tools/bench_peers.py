@@ -106,7 +106,7 @@ def run_peer(
         environment = dict(os.environ)
         if peer.xla_flags:
             environment.setdefault("XLA_FLAGS", peer.xla_flags)
-        status = _status(command, environment, limit_s)
+        status = group_status(command, environment, limit_s)
         if status or (status == 0 and not output.is_file()):
             raise PeerError(f"{name} ended with status {status}; its output above says why")
         rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
@@ -116,7 +116,7 @@ def run_peer(
     return noted + [{**owed, "batch": batch} for batch in batches if batch not in measured]
 
 
-def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: float | None) -> int | None:
+def group_status(command: Sequence[str], environment: Mapping[str, str], limit_s: float | None) -> int | None:
     """Exit status of a process; None: it was stopped at the limit, with all that it started."""
     process = start_group(command, environment)
     try:

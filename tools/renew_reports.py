@@ -30,8 +30,9 @@ from tools.digest import ROOT
 
 #: Processes that the tests may use.
 _TEST_JOBS = max(1, (os.cpu_count() or 1) - 2)
-#: Environment steps of the learning benchmark: a fifth of its unit of work, for all competitors alike.
-_RL_STEPS = 110_000
+#: Of the learning benchmark: environment steps, a share of its unit of work, for all competitors alike; numbers of
+#: environments; seconds for each peer.
+_RL = ("--steps", "40000", "--envs", "1", "16", "--limit-s", "25")
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def phases(device: str, folder: Path, cache: Path) -> list[Phase]:
             (tool("gpu_report", *on, *report, "--peers", out("peers.json"), "--", "-n", str(_TEST_JOBS)),),
             {},
         ),
-        Phase("rl", 120, (tool("rl_bench", *on, "--steps", str(_RL_STEPS), "--output", out("rl_h200.json")),), {}),
+        Phase("rl", 155, (tool("rl_bench", *on, *_RL, "--output", out("rl_h200.json")),), {}),
         Phase("market", 40, (tool("market_bench", *on, "--json", out("market_h200.json")),), {}),
-        Phase("act", 80, (tool("bench_act", *on, "--json", out("act_h200.json")),), {}),
+        Phase("act", 120, (tool("bench_act", *on, "--limit-s", "40", "--json", out("act_h200.json")),), {}),
         Phase("cost", 60, (tool("bench_cost", *on, "--output", out("cost_h200.json")),), {}),
         Phase(
             "paired",

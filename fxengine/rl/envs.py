@@ -11,6 +11,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -93,7 +94,11 @@ class Spaces:
         Raises:
             ValueError: it is none of the space.
         """
-        if type(observation) is not np.ndarray or (observation.shape, observation.dtype) != (self.shape, self.dtype):
+        if (
+            type(observation) is not np.ndarray
+            or observation.shape != self.shape
+            or (observation.dtype is not self.dtype and observation.dtype != self.dtype)
+        ):
             shape, dtype = np.shape(observation), getattr(observation, "dtype", type(observation).__name__)
             raise ValueError(
                 f"the environment returned an observation {dtype} {shape}; its space says {self.dtype} {self.shape}"
@@ -113,6 +118,13 @@ class Spaces:
             return (actions[:, 0] + first).tolist() if first else actions[:, 0].tolist()
         return list(actions.astype(np.int64) + np.array(self.start))
 
+    def taken_together(self, actions: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Actions [E, D] as a vector environment takes them: [E] where they are discrete."""
+        taken = actions.astype(np.int64)
+        if any(self.start):
+            taken += np.array(self.start)
+        return taken[:, 0] if self.discrete else taken
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -123,12 +135,13 @@ class Episode:
 
 
 class Environments:
-    """Environments that step together: what the trainer sees of them. The arrays are written anew in every step.
+    """Environments that step together: what the trainer sees of them. The arrays stay, each step writes them anew.
 
     Attributes:
         count: environments E.
         spaces: what they show and take.
         state, next_state, current: [E, S], see above.
+        actions: int32 [E, D], those of the newest step.
         reward: float32 [E].
         terminated, truncated: bool [E].
         finished: episodes that have ended, in order; whoever reads them empties the list.
@@ -141,10 +154,13 @@ class Environments:
         self._next, self._current = np.zeros(shape, spaces_.dtype), np.zeros(shape, spaces_.dtype)
         self.next_state, self.current = self._next.reshape(count, -1), self._current.reshape(count, -1)
         self.state = np.zeros_like(self.current)
+        self.actions = np.zeros((count, len(spaces_.branches)), np.int32)
         self.reward = np.zeros(count, np.float32)
         self.terminated, self.truncated = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self.finished: list[Episode] = []
-        self._totals, self._lengths = [0.0] * count, [0] * count
+        # Of the present episodes.
+        self._totals: Any = [0.0] * count
+        self._lengths: Any = [0] * count
 
     def reset(self, seeds: Sequence[int]) -> None:
         """Begin new episodes everywhere."""
@@ -161,21 +177,15 @@ class Environments:
         """
         raise NotImplementedError
 
-    def _record(self, i: int, reward: float, terminated: bool, truncated: bool) -> None:
-        """What came of a step beside its observation."""
-        if not math.isfinite(reward):
-            raise ValueError(f"environment {i} returned a reward of {reward}")
-        self.reward[i], self.terminated[i], self.truncated[i] = reward, terminated, truncated
-        self._totals[i] += reward
-        self._lengths[i] += 1
-        if terminated or truncated:
-            self.finished.append(Episode(self._totals[i], self._lengths[i]))
-            self._totals[i], self._lengths[i] = 0.0, 0
+    def _finish(self, i: int) -> None:
+        """The episode of an environment has ended."""
+        self.finished.append(Episode(float(self._totals[i]), int(self._lengths[i])))
+        self._totals[i], self._lengths[i] = 0.0, 0
 
     def snapshot(self) -> bytes | None:
         """What `restore` needs to go on in the middle of the episodes; None if an environment cannot be pickled."""
         try:
-            return pickle.dumps((self._held, self.current, self._totals, self._lengths))
+            return pickle.dumps((self._held, self.current, [*map(float, self._totals)], [*map(int, self._lengths)]))
         except Exception:  # pickle raises whatever the environment's parts raise
             return None
 
@@ -183,7 +193,8 @@ class Environments:
         """Go on where `snapshot` was taken. It is unpickled, which runs code: only for files that are trusted."""
         held, current, totals, lengths = pickle.loads(snapshot)
         self.close()
-        self._held, self._totals, self._lengths = held, totals, lengths
+        self._held = held
+        self._totals[:], self._lengths[:] = totals, lengths
         self.current[...] = current
 
     def close(self) -> None:
@@ -204,24 +215,37 @@ class SeparateEnvironments(Environments):
                     f"environments differ: {envs[0].observation_space}, {envs[0].action_space} and "
                     f"{env.observation_space}, {env.action_space}"
                 )
+        self._rows = list(self._next)
 
     def reset(self, seeds: Sequence[int]) -> None:
         """Begin new episodes everywhere."""
-        for i, (env, seed) in enumerate(zip(self._held, seeds, strict=True)):
-            self.spaces.put(self._current[i], env.reset(seed=seed)[0])
-        self._totals, self._lengths = [0.0] * self.count, [0] * self.count
+        for row, env, seed in zip(self._current, self._held, seeds, strict=True):
+            self.spaces.put(row, env.reset(seed=seed)[0])
+        self._totals[:], self._lengths[:] = [0.0] * self.count, [0] * self.count
 
     def step(self, actions: NDArray[np.int32]) -> None:
         """Take a step everywhere; see `Environments.step`."""
-        put, following, current = self.spaces.put, self._next, self._current
+        put, rows, totals, lengths = self.spaces.put, self._rows, self._totals, self._lengths
         self.state[...] = self.current
-        for i, (env, action) in enumerate(zip(self._held, self.spaces.taken(actions), strict=True)):
-            observation, reward, terminated, truncated, _ = env.step(action)
-            put(following[i], observation)
+        self.actions[...] = actions
+        taken = self.spaces.taken(self.actions)
+        begun = None
+        for i, env in enumerate(self._held):
+            observation, reward, terminated, truncated, _ = env.step(taken[i])
+            put(rows[i], observation)
+            reward = float(reward)
+            if not isfinite(reward):
+                raise ValueError(f"environment {i} returned a reward of {reward}")
+            self.reward[i], self.terminated[i], self.truncated[i] = reward, terminated, truncated
+            totals[i] += reward
+            lengths[i] += 1
             if terminated or truncated:
-                observation, _ = env.reset()
-            put(current[i], observation)
-            self._record(i, float(reward), terminated, truncated)
+                self._finish(i)
+                begun = begun or []
+                begun.append((i, env.reset()[0]))
+        self._current[...] = self._next
+        for i, observation in begun or ():
+            put(self._current[i], observation)
 
     def close(self) -> None:
         """Close the environments."""
@@ -251,30 +275,51 @@ class VectorEnvironments(Environments):
             )
         found = Spaces.of(vector.single_observation_space, vector.single_action_space)
         super().__init__(vector, vector.num_envs, found)
+        self._totals, self._lengths = np.zeros(self.count), np.zeros(self.count, np.int64)
 
     def reset(self, seeds: Sequence[int]) -> None:
         """Begin new episodes everywhere."""
         self._show(self._current, self._held.reset(seed=list(seeds))[0])  # type: ignore[arg-type]
-        self._totals, self._lengths = [0.0] * self.count, [0] * self.count
+        self._totals[:], self._lengths[:] = 0.0, 0
 
     def step(self, actions: NDArray[np.int32]) -> None:
         """Take a step everywhere; see `Environments.step`."""
         self.state[...] = self.current
-        taken = np.array(self.spaces.taken(actions), np.int64)
-        observations, rewards, terminated, truncated, infos = self._held.step(taken)
+        self.actions[...] = actions
+        observations, rewards, terminated, truncated, infos = self._held.step(self.spaces.taken_together(actions))
         self._show(self._next, observations)
-        ended = np.logical_or(terminated, truncated)
-        if ended.any():
+        self._earn(np.asarray(rewards, np.float64))
+        self.terminated[...], self.truncated[...] = terminated, truncated
+        ended = np.logical_or(self.terminated, self.truncated)
+        if np.count_nonzero(ended):
+            which = np.flatnonzero(ended).tolist()
             if self._mode is AutoresetMode.SAME_STEP:
-                for i in np.flatnonzero(ended).tolist():
+                for i in which:
                     self.spaces.put(self._next[i], infos["final_obs"][i])
             else:
                 observations, _ = self._held.reset(options={"reset_mask": ended})
-        self._show(self._current, observations)
-        for i in range(self.count):
-            self._record(i, float(rewards[i]), bool(terminated[i]), bool(truncated[i]))
+            self._show(self._current, observations)
+            for i in which:
+                self._finish(i)
+        else:
+            self._current[...] = self._next
+
+    def _earn(self, rewards: NDArray[np.float64]) -> None:
+        if rewards.shape != (self.count,):
+            raise ValueError(f"the vector environment returned rewards {rewards.shape}, expected ({self.count},)")
+        if not isfinite(sum(rewards.tolist())) and not np.isfinite(rewards).all():  # finite numbers may overflow
+            i = int(np.flatnonzero(~np.isfinite(rewards))[0])
+            raise ValueError(f"environment {i} returned a reward of {rewards[i]}")
+        self.reward[...] = rewards
+        self._totals += rewards
+        self._lengths += 1
 
     def _show(self, target: NDArray[Any], observations: Any) -> None:
+        """Copy observations [E, *shape], or a sequence of E."""
+        shape, dtype = target.shape, target.dtype
+        if type(observations) is np.ndarray and observations.shape == shape and observations.dtype == dtype:
+            target[...] = observations
+            return
         for i in range(self.count):
             self.spaces.put(target[i], observations[i])
 

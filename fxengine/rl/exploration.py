@@ -25,13 +25,14 @@ class Exploration:
 
     def __init__(self, seed: int, envs: int, branches: tuple[int, ...], epsilon: Callable[[int], float]) -> None:
         self._seed, self._envs, self._branches, self._epsilon = seed, envs, branches, epsilon
-        self._block = -1
+        self._first = -BLOCK  # round of the block that is drawn
 
     def actions(self, round_: int, greedy: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
         """Actions int32 [E, D] of a round, counted from 0. `greedy` is asked for its own only if any is needed."""
-        block, at = divmod(round_, BLOCK)
-        if block != self._block:
-            self._draw(block)
+        at = round_ - self._first
+        if not 0 <= at < BLOCK:
+            self._draw(round_ // BLOCK)
+            at = round_ - self._first
         if self._all[at]:
             return self._random[at]
         chosen = greedy()
@@ -47,7 +48,7 @@ class Exploration:
         self._explores = explores[:, :, None]
         self._all: list[bool] = np.all(explores, axis=1).tolist()
         self._any: list[bool] = np.any(explores, axis=1).tolist()
-        self._block = block
+        self._first = block * BLOCK
 
     def _numbers(self, block: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """Uniform numbers [BLOCK, E] and random actions [BLOCK, E, D] of the rounds of a block."""

@@ -12,8 +12,9 @@ A step of the engine draws its batch from the replay inside its graph; see `fxen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -239,6 +240,7 @@ class Memory:
         }
         self._expected = {**fields, **flags}
         self._quick = [(name, dtype, shape) for name, (dtype, shape) in self._expected.items()]
+        self._quiet = bytes(self._replay.envs)  # of flags where no episode ends
         self._build()
 
     def _build(self) -> None:
@@ -257,13 +259,15 @@ class Memory:
         self._graph = self._plan.capture(stream=engine.stream)
         self._launch = self._graph.bind(engine.stream)
         self._head = self._plan.mapped("memory.head").array.view(np.uint64)
-        # Views of each row that leave out the padding: what `add` writes.
-        self._rows: dict[str, list[NDArray[Any]]] = {}
+        rows: dict[str, list[NDArray[Any]]] = {}
         for name, source in sources.items():
             ring = self._plan.mapped(source.name).array.view(source.dtype).reshape(source.shape)
-            width = stored.columns[name].width
-            self._rows[name] = [row if row.ndim == 1 else row[:, :width] for row in ring]
-        self._fields = [(name, rows) for name, rows in self._rows.items() if name != "done"]
+            width, shape = stored.columns[name].width, (source.shape[1], *self._replay.stored[name].dims)
+            # Views without the padding, of the shape of the field: splitting the last axis copies nothing.
+            rows[name] = [(row if row.ndim == 1 else row[:, :width]).reshape(shape) for row in ring]
+        self._done = rows.pop("done")
+        self._ended = [True] * STAGING_ROWS  # whether a row of `_done` may hold anything but zeros
+        self._rows = list(zip(*(rows[name] for name in self._expected if name in rows), strict=True))
 
     def add(self, **step: ArrayLike) -> None:
         """Insert one step of all environments, behind everything that the engine has launched and before what follows.
@@ -280,18 +284,45 @@ class Memory:
             ClosedError: the engine or this memory is closed.
             CudaError: an earlier launch failed, or this one was refused.
         """
-        if self._closed or self._engine._closed:
-            raise ClosedError("the memory is closed" if self._closed else "the engine is closed")
-        arrays = self._checked(step)
-        if self._launched - self._read >= STAGING_ROWS:
-            self._wait(self._launched - STAGING_ROWS + 1)
-        row = self._launched % STAGING_ROWS
-        for name, rows in self._fields:
-            array, target = arrays[name], rows[row]
-            target[...] = array if array.shape == target.shape else array.reshape(target.shape)
-        done = self._rows["done"][row]
-        np.multiply(arrays["truncated"], TRUNCATED, out=done)
-        np.add(done, arrays["terminated"], out=done)  # bit 0
+        self._check_open()
+        *fields, terminated, truncated = self._checked(step)
+        self._insert(fields, terminated, truncated)
+
+    def bind(self, **step: NDArray[Any]) -> Callable[[], None]:
+        """A function that inserts what these arrays hold when it is called: `add` for a loop over the same arrays.
+
+        They are checked here, once. Their contents may change, their shapes and dtypes may not.
+
+        Args:
+            step: NumPy arrays, as `add` takes them.
+
+        Raises:
+            ValueError: an array is missing, unknown, of another shape or dtype, or no NumPy array.
+        """
+        *fields, terminated, truncated = arrays = self._checked(step)
+        if copies := [name for name, array in zip(self._expected, arrays, strict=True) if array is not step[name]]:
+            raise ValueError(f"only NumPy arrays can be bound; {', '.join(map(repr, copies))} would be a copy")
+        return partial(self._insert, fields, terminated, truncated)
+
+    def _insert(self, fields: list[NDArray[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """`add` of arrays that fit, in the order of `_expected`."""
+        self._check_open()
+        launched = self._launched
+        if launched - self._read >= STAGING_ROWS:
+            self._wait(launched - STAGING_ROWS + 1)
+        row = launched % STAGING_ROWS
+        for i, target in enumerate(self._rows[row]):
+            target[...] = fields[i]
+        # Looking at bytes takes a tenth of what arithmetic on a few flags does, and most often no episode ends.
+        cut = truncated.tobytes() != self._quiet
+        ends = cut or terminated.tobytes() != self._quiet
+        if ends or self._ended[row]:
+            self._ended[row] = True
+            done = self._done[row]
+            done[...] = terminated  # bit 0
+            if cut:
+                done[truncated] |= TRUNCATED
+            self._ended[row] = ends
         try:
             self._launch()
             self._launched += 1
@@ -299,6 +330,10 @@ class Memory:
         except BaseException:  # an interrupt may come between the launch and its count
             self._recount()
             raise
+
+    def _check_open(self) -> None:
+        if self._closed or self._engine._closed:
+            raise ClosedError("the memory is closed" if self._closed else "the engine is closed")
 
     def _recount(self) -> None:
         """Take the number of insertions from the device. Waits."""
@@ -314,15 +349,17 @@ class Memory:
         """Share of the replay that is filled, from 0.0 to 1.0."""
         return len(self) / self._replay.capacity
 
-    def _checked(self, step: dict[str, Any]) -> dict[str, NDArray[Any]]:
-        """The arrays of a step, which fit. Most often they are arrays that do, and nothing has to be made."""
+    def _checked(self, step: dict[str, Any]) -> list[NDArray[Any]]:
+        """The arrays of a step, which fit, in the order of `_expected`. Most often they do, and nothing is made."""
         if len(step) == len(self._quick):
+            found = []
             for name, dtype, shape in self._quick:
                 array = step.get(name)
                 if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
                     break
+                found.append(array)
             else:
-                return step
+                return found
         if set(step) != set(self._expected):
             raise ValueError(f"a step consists of {sorted(self._expected)}, got {sorted(step)}")
         arrays = {name: np.asarray(value) for name, value in step.items()}
@@ -333,7 +370,7 @@ class Memory:
         ]
         if problems:
             raise ValueError("the step does not fit the replay: " + "; ".join(problems))
-        return arrays
+        return [arrays[name] for name in self._expected]
 
     def _wait(self, needed: int) -> None:
         """Until so many rows of the staging ring have been read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from fxengine.rl.playing import play
 from fxengine.rl.replay import Field, Memory, Replay
 from fxengine.rl.settings import Algorithm, TrainConfig
 from fxengine.telemetry import Report
+
+_NO_INPUTS: Mapping[str, NDArray[np.float32]] = {}
 
 
 class Trainer:
@@ -110,24 +113,21 @@ class Trainer:
     def advance(self, until: int) -> None:
         """Take environment steps and train on them until so many are taken, or `stop` is called."""
         state, environments, count = self.state, self.environments, self.environments.count
-        add, choose, greedy = self._memory.add, self._exploration.actions, self._greedy
+        choose, greedy, step = self._exploration.actions, self._greedy, environments.step
         start = time.perf_counter()
         while state.steps < until and not self.interrupted:
             actions = choose(state.steps // count, greedy)
-            environments.step(actions)
-            add(
-                state=environments.state,
-                next_state=environments.next_state,
-                actions=actions,
-                reward=environments.reward,
-                terminated=environments.terminated,
-                truncated=environments.truncated,
-            )
+            self._insert()
+            step(actions)
+            self._owed = True
             state.steps += count
             if environments.finished:
                 self._note_episodes()
-            while state.steps >= self._next_round:
-                self._train()
+            if state.steps >= self._next_round:
+                self._insert()
+                while state.steps >= self._next_round:
+                    self._train()
+        self._insert()
         self.engine.synchronize()
         self._seconds += time.perf_counter() - start
 
@@ -207,6 +207,7 @@ class Trainer:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, and beside it the environments if they can be pickled."""
+        self._insert()
         if self._copied:
             self.state.repeat_copy = self._skipped(self._copied)
             self._copied = 0
@@ -259,12 +260,22 @@ class Trainer:
             replay=replay,
             signals=config.signals(algorithm),
         )
+        environments = self.environments
+        self._owed = False  # whether the newest step is still to be inserted
         self._memory = Memory(self.engine)
+        self._insert_newest = self._memory.bind(
+            state=environments.state,
+            next_state=environments.next_state,
+            actions=environments.actions,
+            reward=environments.reward,
+            terminated=environments.terminated,
+            truncated=environments.truncated,
+        )
         self.acting, self._judge = (
             Acting(self.engine, agent.values, branches=agent.branches, policy="greedy") for _ in range(2)
         )
         self.acting.prepare(count)
-        self._exploration = Exploration(
+        self._exploration: Exploration = Exploration(
             settings.seed, count, spaces.branches, lambda step: config.epsilon(step, settings.total_steps)
         )
         self._loss = next((name for name in self.engine.builder.reported if name.startswith("L_")), "")
@@ -302,8 +313,19 @@ class Trainer:
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
     def _greedy(self) -> NDArray[np.int32]:
+        """The greedy actions. The step before is inserted while the device acts, if that has not been done."""
         observations = self.environments.spaces.readable(self.environments.current)
-        return self.acting.act(observations, greedy=True)
+        finish = self.acting.begin(observations, "greedy", False, _NO_INPUTS)
+        self._insert()
+        actions = finish()
+        assert not isinstance(actions, tuple)  # no values were asked for
+        return actions
+
+    def _insert(self) -> None:
+        """Insert the newest step into the replay, if that has not been done."""
+        if self._owed:
+            self._owed = False
+            self._insert_newest()
 
     def _train(self) -> None:
         """One round of updates."""

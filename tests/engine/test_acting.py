@@ -54,6 +54,27 @@ def mlp(params: Mapping[str, Any], x: NDArray[Any]) -> NDArray[np.float64]:
     return result
 
 
+def test_a_call_in_two_halves(device: Device) -> None:
+    """What is queued between them runs behind the call: the actions are those of the parameters before."""
+    rng = np.random.default_rng(0)
+    obs, state = (rng.standard_normal((rows, 5)).astype(np.float32) for rows in (3, 6))
+    with network(device, signals={"lr": 0.5}) as engine:
+        engine.write(state=state, labels=np.zeros(6, np.int32))
+        acting = Acting(engine, forward, branches=(3, 4), policy="boltzmann", seed=8)
+        before, q = acting.act(obs, values=True)
+        acting.count = 0
+        finish = acting.begin(obs, "boltzmann", True, {})
+        engine.step()
+        assert acting.count == 0
+        actions, values = finish()
+        assert acting.count == 1
+        np.testing.assert_array_equal(actions, before)
+        np.testing.assert_array_equal(values, q)
+        assert (acting.act(obs, values=True)[1] != q).any()
+        with pytest.raises(ValueError, match="observations must be"):
+            acting.begin(obs[:, :4], "greedy", False, {})
+
+
 def test_a_function_acts(device: Device) -> None:
     obs = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
     with network(device) as engine:

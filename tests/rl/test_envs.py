@@ -15,6 +15,7 @@ from fxengine.rl.envs import Environments, Spaces, open_environments, seed_of
 from fxengine.rl.exploration import BLOCK, Exploration
 from fxengine.rl.settings import TrainConfig
 from tests.rl.worlds import Chain, Counter, Lock
+from tools.peers import cartpole
 
 
 def vector(mode: AutoresetMode) -> SyncVectorEnv[Any, Any]:
@@ -63,9 +64,59 @@ def test_a_vector_environment_that_loses_steps_is_refused() -> None:
 def test_a_vector_environment_takes_its_actions(mode: AutoresetMode) -> None:
     environments = open_environments(SyncVectorEnv([Lock, Lock], autoreset_mode=mode), 2)
     environments.reset([1, 2])
-    environments.step(np.array([[2, 0], [0, 1]], np.int32))
+    actions = np.array([[2, 0], [0, 1]], np.int32)
+    environments.step(actions)
     np.testing.assert_array_equal(environments.reward, [2.0, 0.0])
+    np.testing.assert_array_equal(environments.actions, actions)
     environments.close()
+
+
+def test_discrete_actions_of_a_vector_environment() -> None:
+    found = Spaces.of(BOX, spaces.Discrete(3, start=-1))
+    np.testing.assert_array_equal(found.taken_together(np.array([[0], [2]], np.int32)), [-1, 1])
+    found = Spaces.of(BOX, spaces.MultiDiscrete([3, 2], start=[1, 5]))
+    np.testing.assert_array_equal(found.taken_together(np.array([[0, 1], [2, 0]], np.int32)), [[1, 6], [3, 5]])
+
+
+class Altered(gymnasium.vector.VectorWrapper):
+    """What a vector environment returns, altered."""
+
+    def __init__(self, **altered: Callable[[Any], Any]) -> None:
+        super().__init__(vector(AutoresetMode.SAME_STEP))
+        self.altered = altered
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        for name, change in self.altered.items():
+            if name == "observations":
+                observations = change(observations)
+            else:
+                rewards = change(rewards)
+        return observations, rewards, *rest
+
+
+@pytest.mark.parametrize(
+    ("altered", "message"),
+    [
+        ({"observations": lambda x: x.astype(np.float64)}, r"float64 \(1, 2\); its space says float32"),
+        ({"observations": lambda x: x[:, 0]}, r"float32 \(2,\); its space says float32 \(1, 2\)"),
+        ({"rewards": lambda x: x[:1]}, r"rewards \(1,\), expected \(2,\)"),
+        ({"rewards": lambda x: np.array([1.0, np.nan])}, "environment 1 returned a reward of nan"),
+        ({"rewards": lambda x: np.array([np.inf, 1.0])}, "environment 0 returned a reward of inf"),
+        ({"observations": tuple, "rewards": lambda x: np.full(2, 1e308)}, ""),
+    ],
+)
+def test_what_a_vector_environment_may_return(altered: dict[str, Any], message: str) -> None:
+    """Observations may be any sequence of arrays, and finite rewards may be as large as they like."""
+    environments = open_environments(Altered(**altered), 2)
+    environments.reset([1, 2])
+    if message:
+        with pytest.raises(ValueError, match=message):
+            environments.step(np.zeros((2, 1), np.int32))
+    else:
+        with np.errstate(over="ignore"):
+            environments.step(np.zeros((2, 1), np.int32))
+        np.testing.assert_array_equal(environments.next_state, 1.0)
 
 
 BOX, TWO = spaces.Box(0.0, 1.0, (3,), np.float32), spaces.Discrete(2)
@@ -162,7 +213,8 @@ def test_different_environments_are_refused() -> None:
         open_environments(lambda: next(made), 2)
 
 
-def test_a_snapshot_goes_on_in_the_middle_of_an_episode() -> None:
+@pytest.mark.parametrize("kind", ["separate", "vector"])
+def test_a_snapshot_goes_on_in_the_middle_of_an_episode(kind: str) -> None:
     def course(environments: Environments, steps: int) -> np.ndarray:
         rows = []
         for t in range(steps):
@@ -170,7 +222,10 @@ def test_a_snapshot_goes_on_in_the_middle_of_an_episode() -> None:
             rows.append(np.concatenate([environments.next_state.ravel(), environments.current.ravel()]))
         return np.array(rows)
 
-    first, second = open_environments("CartPole-v1", 2), open_environments("CartPole-v1", 2)
+    def opened() -> Environments:
+        return open_environments("CartPole-v1" if kind == "separate" else cartpole.make(2, "arrays"), 2)
+
+    first, second = opened(), opened()
     first.reset([1, 2])
     second.reset([3, 4])
     course(first, 17)

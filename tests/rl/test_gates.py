@@ -13,6 +13,7 @@ import pytest
 from fxengine.driver import Device
 from fxengine.rl import TrainConfig, trainer
 from tools import rl_bench, rl_gates
+from tools.peers import cartpole, dqn
 from tools.rl_gates import GATES, Gate, Mark, passes
 
 SMALL = TrainConfig.quick(hidden=(8,), batch=8, buffer=100, learning_starts=20)
@@ -100,10 +101,79 @@ def test_bench(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rl_bench.main(arguments) == 0
     report: dict[str, Any] = json.loads(output.read_text())
     environment, ours = report["rl"]
+    assert report["left_out"] == []
+    assert environment["envs"] == ours["envs"] == 1
     assert environment["by"] == "environment"
     assert (ours["steps"], ours["updates"]) == (300, 29)
     assert ours["us_per_step"] > 0.0
     assert ours["by"] in capsys.readouterr().out
+
+
+def test_bench_of_vector_environments(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All peers get the same work; one that is stopped is no failure, one that fails is."""
+    output, work, outcomes = tmp_path / "rl.json", [], {"jax": None, "torch-eager": 3}
+
+    def status(command: list[str], environment: Any, limit_s: float | None) -> int | None:
+        work.append((command[3], dict(zip(command[5::2], command[6::2], strict=True))))
+        assert limit_s == 2.5
+        return outcomes[command[3]]
+
+    monkeypatch.setattr(rl_bench, "group_status", status)
+    arguments = ["--device", device.label, "--steps", "300", "--envs", "1", "4", "--vector", "arrays"]
+    arguments += ["--limit-s", "2.5", "--output", str(output), "--peers"]
+    assert rl_bench.main([*arguments, "jax"]) == 0
+    report: dict[str, Any] = json.loads(output.read_text())
+    assert [(row["by"].split()[0], row["envs"]) for row in report["rl"]] == [
+        ("environment", 1), ("fxengine", 1), ("environment", 4), ("fxengine", 4),
+    ]  # fmt: skip
+    assert {(row["steps"], row["updates"]) for row in report["rl"] if row["updates"]} == {(300, 29)}
+    places = ("cpu",) if device.kind == "sim" else ("cuda", "cpu")
+    assert report["left_out"] == [f"jax {p}, envs {n}: stopped after 2.5 s" for p in places for n in (1, 4)]
+    assert [(name, options["--envs"], options["--steps"]) for name, options in work] == [
+        ("jax", n, "300") for _ in places for n in "14"
+    ]
+    assert rl_bench.main([*arguments, "torch-eager"]) == 1
+    assert "ended with status 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        rl_bench.main([*arguments[:5], "3"])
+
+
+class Batches:
+    """A learner that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, np.ndarray]] = []
+        self.copies = 0
+
+    def act_all(self, observations: np.ndarray) -> np.ndarray:
+        return (observations[:, 2] > 0).astype(np.int64)
+
+    def update(self, batch: dict[str, np.ndarray]) -> None:
+        self.batches.append(batch)
+
+    def copy(self) -> None:
+        self.copies += 1
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", cartpole.KINDS)
+def test_the_vector_loop_of_the_peers(kind: str) -> None:
+    """Every transition is one of CartPole's, also where an episode ended."""
+    settings = TrainConfig(learning_starts=40, buffer=400, target_every=100)
+    learner = Batches()
+    row = dqn.loop_together(learner, settings, 1000, 1, cartpole.make(4, kind))
+    assert (row["steps"], row["updates"], learner.copies) == (1000, 96, 10)
+    seen = {name: np.concatenate([batch[name] for batch in learner.batches]) for name in learner.batches[0]}
+    state, following = seen["state"], seen["next_state"]
+    np.testing.assert_allclose(following[:, 0], state[:, 0] + 0.02 * state[:, 1], atol=1e-6)
+    np.testing.assert_allclose(following[:, 2], state[:, 2] + 0.02 * state[:, 3], atol=1e-6)
+    beyond = (np.abs(following[:, 2]) > 12 * 2 * np.pi / 360) | (np.abs(following[:, 0]) > 2.4)
+    np.testing.assert_array_equal(seen["discount"] == 0.0, beyond)
+    assert 0.0 < beyond.mean() < 0.2
+    assert 9 < row["return_last_20"] < 200
 
 
 def test_table_puts_the_fastest_first() -> None:

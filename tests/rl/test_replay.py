@@ -267,6 +267,21 @@ def test_memory_counts_what_it_holds(device: Device) -> None:
         assert (len(memory), memory.filled) == (12, 1.0)
 
 
+def test_bound_arrays_are_inserted_as_they_are_when_called(device: Device) -> None:
+    spec = replay(slots=3 * STAGING_ROWS)
+    with make(device, spec) as engine, Memory(engine) as memory, make(device, spec) as other:
+        given = Memory(other)
+        bound = random_step(spec, np.random.default_rng(0))
+        insert_bound = memory.bind(**bound)
+        for t in range(2 * STAGING_ROWS + 3):  # often without an end in any environment
+            step = random_step(spec, np.random.default_rng(t), ends=0.1)
+            for name, array in step.items():
+                bound[name][...] = array
+            insert_bound()
+            given.add(**step)
+        assert (engine.inserted, engine.state_hash()) == (other.inserted, other.state_hash())
+
+
 def test_more_steps_than_the_staging_ring_has_rows(device: Device) -> None:
     spec = replay(slots=3 * STAGING_ROWS)
     with make(device, spec) as engine, Memory(engine) as memory:

@@ -54,6 +54,25 @@ def test_steps_that_do_not_fit_are_refused_whole(device: Device) -> None:
         Memory(plain)
 
 
+def test_arrays_that_cannot_be_bound(device: Device) -> None:
+    spec = replay()
+    with make(device, spec) as engine:
+        memory = Memory(engine)
+        step = random_step(spec, np.random.default_rng(0))
+        with pytest.raises(ValueError, match="'state' is float32"):
+            memory.bind(**{**step, "state": step["state"][:2]})
+        with pytest.raises(ValueError, match="only NumPy arrays can be bound; 'terminated' would be a copy"):
+            memory.bind(**{**step, "terminated": step["terminated"].tolist()})
+        with pytest.raises(ValueError, match="a step consists of"):
+            memory.bind(state=step["state"])
+        call = memory.bind(**step)
+        call()
+        assert engine.inserted == 1
+        memory.close()
+        with pytest.raises(ClosedError, match="memory is closed"):
+            call()
+
+
 def test_steps_that_read_what_the_replay_lacks_are_refused(device: Device) -> None:
     def inputs(*wanted: tuple[str, tuple[int, ...], Any]) -> Any:
         return lambda step: [step.input(name, shape, dtype) for name, shape, dtype in wanted]

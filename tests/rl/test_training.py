@@ -41,6 +41,47 @@ def test_the_replay_holds_what_truly_followed(device: Device, truncate: bool, dt
         np.testing.assert_array_equal(held["replay.field.done"][at, e], over * (2 if truncate else 1))
 
 
+class Failing(Counter):
+    """Raises at its sixth step."""
+
+    steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 6:
+            raise RuntimeError("the environment broke")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0])
+def test_no_step_is_lost_where_an_environment_fails(device: Device, epsilon: float) -> None:
+    settings = config(epsilon_start=epsilon, epsilon_end=epsilon, learning_starts=1000)
+    with Trainer(lambda: Failing(100), total_steps=40, device=device, config=settings) as trainer:
+        with pytest.raises(RuntimeError, match="the environment broke"):
+            trainer.advance(40)
+        assert trainer.engine.inserted == trainer.state.steps == 5
+        held = trainer.engine.state()["replay.field.state"][:6, 0, 0]
+    np.testing.assert_array_equal(held, [0, 1, 2, 3, 4, 0])
+
+
+def test_a_step_waits_for_its_actions_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before is inserted while the device acts, but never behind an update that may draw it."""
+    queued: list[str] = []
+    settings = config(epsilon_start=0.0, epsilon_end=0.0, learning_starts=4, train_every=4)
+    with Trainer(Chain, total_steps=12, device=device, config=settings) as trainer:
+        insert, begin, step = trainer._insert_newest, trainer.acting.begin, trainer.engine.step
+
+        def told(name: str, function: Any) -> Any:
+            return lambda *arguments: (queued.append(name), function(*arguments))[1]
+
+        monkeypatch.setattr(trainer, "_insert_newest", told("i", insert))
+        monkeypatch.setattr(trainer.acting, "begin", told("a", begin))
+        monkeypatch.setattr(trainer.engine, "step", told("u", step))
+        trainer.advance(9)
+        assert "".join(queued) == "a" + "ai" * 7 + "iuai"
+        assert trainer.engine.inserted == 9
+
+
 # -- when what happens -------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
 """DQN on CartPole-v1 in PyTorch and JAX, with the settings that CleanRL publishes: the peers of tools/rl_bench.py.
 
     python -m tools.peers.dqn torch-captured row.json --device cuda --steps 100000
+    python -m tools.peers.dqn jax row.json --device cuda --steps 100000 --envs 16
 
-Writes a row {by, steps, updates, seconds, ...}, or a line that says what cannot be imported. The loop is the same for
-all: one environment, a replay in NumPy arrays, an update of 128 transitions every 10 steps. What differs is how the
-network is run:
+Writes a row {by, envs, steps, updates, seconds, ...}, or a line that says what cannot be imported. The loop is the same
+for all: one environment or a vector environment, a replay in NumPy arrays, an update of 128 transitions every 10 steps.
+Several environments take their actions from one call, and their transitions enter the replay as slices. What differs is
+how the network is run:
 
     torch-eager     operation by operation
     torch-captured  one CUDA graph per action and one per update, copies from and to page-locked memory included
@@ -39,7 +41,10 @@ class Learner(Protocol):
     """A framework's side of the loop."""
 
     def act(self, observation: NDArray[np.float32]) -> int:
-        """The greedy action."""
+        """The greedy action of one environment."""
+
+    def act_all(self, observations: NDArray[np.float32]) -> NDArray[Any]:
+        """The greedy actions [E] of all environments; overwritten by the next call."""
 
     def update(self, batch: Arrays) -> None:
         """One step of Adam on the mean of δ²; it need not be over when this returns."""
@@ -84,14 +89,59 @@ def loop(learner: Learner, config: TrainConfig, steps: int, seed: int) -> dict[s
             if taken % config.target_every == 0:
                 learner.copy()
     learner.finish()
-    seconds = time.perf_counter() - start
+    return _row(steps, updates, time.perf_counter() - start, returns)
+
+
+def loop_together(learner: Learner, config: TrainConfig, steps: int, seed: int, env: Any) -> dict[str, Any]:
+    """Train in a vector environment that resets in the same step; returns the row."""
+    count = env.num_envs
+    rng = np.random.default_rng(seed)
+    shapes = {"state": (STATE,), "next_state": (STATE,), "action": (), "reward": (), "discount": ()}
+    replay = {name: np.zeros((config.buffer, *shape), np.float32) for name, shape in shapes.items()}
+    observations, _ = env.reset(seed=seed)
+    returns: list[float] = []
+    totals, taken, updates = np.zeros(count), 0, 0
+    next_update, next_copy = config.learning_starts + config.train_every, _after(config.learning_starts, config)
+    start = time.perf_counter()
+    while taken < steps:
+        explores, actions = rng.random(count) < config.epsilon(taken, steps), rng.integers(ACTIONS, size=count)
+        if not explores.all():
+            actions = np.where(explores, actions, learner.act_all(observations))
+        following, rewards, terminated, truncated, infos = env.step(actions)
+        rows = slice(taken % config.buffer, taken % config.buffer + count)
+        replay["state"][rows], replay["next_state"][rows] = observations, following
+        replay["action"][rows], replay["reward"][rows] = actions, rewards
+        replay["discount"][rows] = np.where(terminated, 0.0, config.gamma)
+        totals += rewards
+        observations = following
+        ended = terminated | truncated
+        if ended.any():
+            which = np.flatnonzero(ended)
+            replay["next_state"][rows.start + which] = np.stack([infos["final_obs"][i] for i in which])
+            returns += totals[which].tolist()
+            totals[which] = 0.0
+        taken += count
+        while taken >= next_update:
+            drawn = rng.integers(0, min(taken, config.buffer), config.batch)
+            learner.update({name: array[drawn] for name, array in replay.items()})
+            updates += 1
+            next_update += config.train_every
+            if taken >= next_copy:
+                learner.copy()
+                next_copy = _after(taken, config)
+    learner.finish()
+    return _row(taken, updates, time.perf_counter() - start, returns)
+
+
+def _after(step: int, config: TrainConfig) -> int:
+    """The first step after this one at which the target network is copied."""
+    return (step // config.target_every + 1) * config.target_every
+
+
+def _row(steps: int, updates: int, seconds: float, returns: list[float]) -> dict[str, Any]:
     recent = returns[-20:]
-    return {
-        "steps": steps,
-        "updates": updates,
-        "seconds": seconds,
-        "return_last_20": math.fsum(recent) / len(recent) if recent else None,
-    }
+    mean = math.fsum(recent) / len(recent) if recent else None
+    return {"steps": steps, "updates": updates, "seconds": seconds, "return_last_20": mean}
 
 
 # -- PyTorch -------------------------------------------------------------------------------------------------------
@@ -100,7 +150,7 @@ def loop(learner: Learner, config: TrainConfig, steps: int, seed: int) -> dict[s
 class TorchEager:
     """Operation by operation."""
 
-    def __init__(self, config: TrainConfig, device: str, seed: int, *, capturable: bool = False) -> None:
+    def __init__(self, config: TrainConfig, device: str, seed: int, envs: int = 1, *, capturable: bool = False) -> None:
         import torch
 
         torch.manual_seed(seed)
@@ -122,6 +172,12 @@ class TorchEager:
         """The greedy action."""
         with self.torch.inference_mode():
             return int(self.net(self.torch.from_numpy(observation).to(self.device)).argmax())
+
+    def act_all(self, observations: NDArray[np.float32]) -> NDArray[Any]:
+        """The greedy actions."""
+        with self.torch.inference_mode():
+            actions = self.net(self.torch.from_numpy(observations).to(self.device)).argmax(1)
+        return np.asarray(actions.cpu().numpy())
 
     def update(self, batch: Arrays) -> None:
         """One step of Adam."""
@@ -152,12 +208,14 @@ class TorchEager:
 class TorchCaptured(TorchEager):
     """One graph per action, one per update."""
 
-    def __init__(self, config: TrainConfig, device: str, seed: int) -> None:
+    def __init__(self, config: TrainConfig, device: str, seed: int, envs: int = 1) -> None:
         super().__init__(config, device, seed, capturable=True)
         torch = self.torch
         shapes = {"state": (STATE,), "next_state": (STATE,), "action": (), "reward": (), "discount": ()}
         self.pinned = {name: torch.zeros(config.batch, *shape).pin_memory() for name, shape in shapes.items()}
-        self.shown, self.chosen = torch.zeros(STATE).pin_memory(), torch.zeros(1, dtype=torch.int64).pin_memory()
+        rows = () if envs == 1 else (envs,)
+        self.shown = torch.zeros(*rows, STATE).pin_memory()
+        self.chosen = torch.zeros(*rows, 1, dtype=torch.int64).pin_memory()
         self.rows = {name: tensor.numpy() for name, tensor in self.pinned.items()}
         self.stream = torch.cuda.Stream()
         inputs = {name: tensor.to(device) for name, tensor in self.pinned.items()}
@@ -171,7 +229,7 @@ class TorchCaptured(TorchEager):
         @torch.no_grad()
         def act() -> None:
             observation.copy_(self.shown, non_blocking=True)
-            self.chosen.copy_(self.net(observation).argmax(0, keepdim=True), non_blocking=True)
+            self.chosen.copy_(self.net(observation).argmax(-1, keepdim=True), non_blocking=True)
 
         parameters = [tensor.clone() for tensor in self.net.state_dict().values()]
         self._update, self._act = self._capture(update), self._capture(act)
@@ -202,6 +260,14 @@ class TorchCaptured(TorchEager):
         self.stream.synchronize()
         return int(self.chosen[0])
 
+    def act_all(self, observations: NDArray[np.float32]) -> NDArray[Any]:
+        """The greedy actions."""
+        self.shown.numpy()[:] = observations
+        with self.torch.cuda.stream(self.stream):
+            self._act.replay()
+        self.stream.synchronize()
+        return np.asarray(self.chosen.numpy()[:, 0])
+
     def update(self, batch: Arrays) -> None:
         """One step of Adam; waits until the one before has read its batch."""
         self.stream.synchronize()
@@ -222,11 +288,12 @@ class TorchCaptured(TorchEager):
 class Jax:
     """One compiled function per action, one per update."""
 
-    def __init__(self, config: TrainConfig, device: str, seed: int) -> None:
+    def __init__(self, config: TrainConfig, device: str, seed: int, envs: int = 1) -> None:
         import jax
         import jax.numpy as jnp
 
         self.jax = jax
+        jax.config.update("jax_default_device", jax.devices("gpu" if device == "cuda" else "cpu")[0])
         rng = np.random.default_rng(seed)
         widths = [STATE, *config.hidden, ACTIONS]
         self.params = [
@@ -262,16 +329,21 @@ class Jax:
             )
             return params, (m, v, t)
 
-        self._act = jax.jit(lambda params, x: forward(params, x).argmax())
+        self._act = jax.jit(lambda params, x: forward(params, x).argmax(-1))
         self._learn = jax.jit(learn)
         shapes = {"state": (STATE,), "next_state": (STATE,), "action": (), "reward": (), "discount": ()}
         batch = {name: np.zeros((config.batch, *shape), np.float32) for name, shape in shapes.items()}
-        self._act(self.params, np.zeros(STATE, np.float32)).block_until_ready()
+        shown = np.zeros(STATE if envs == 1 else (envs, STATE), np.float32)
+        self._act(self.params, shown).block_until_ready()
         jax.block_until_ready(self._learn(self.params, self.target, self.moments, batch))
 
     def act(self, observation: NDArray[np.float32]) -> int:
         """The greedy action."""
         return int(self._act(self.params, observation))
+
+    def act_all(self, observations: NDArray[np.float32]) -> NDArray[Any]:
+        """The greedy actions."""
+        return np.asarray(self._act(self.params, observations))
 
     def update(self, batch: Arrays) -> None:
         """One step of Adam."""
@@ -286,7 +358,7 @@ class Jax:
         self.jax.block_until_ready(self.params)
 
 
-LEARNERS: Mapping[str, Callable[[TrainConfig, str, int], Learner]] = {
+LEARNERS: Mapping[str, Callable[[TrainConfig, str, int, int], Learner]] = {
     "torch-eager": TorchEager,
     "torch-captured": TorchCaptured,
     "jax": Jax,
@@ -301,17 +373,24 @@ def main() -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-starts", type=int, default=TrainConfig.learning_starts)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--envs", type=int, default=1)
+    parser.add_argument("--vector", default="sync", help="kind of the vector environment of tools/peers/cartpole.py")
     options = parser.parse_args()
     config = TrainConfig(learning_starts=options.learning_starts)
     start = time.perf_counter()
     try:
-        learner = LEARNERS[options.name](config, options.device, options.seed)
+        learner = LEARNERS[options.name](config, options.device, options.seed, options.envs)
     except ImportError as error:
         options.output.write_text(json.dumps(f"left out: {error}") + "\n", encoding="utf-8")
         return 0
     setup = time.perf_counter() - start
-    row = {"by": f"{options.name} {options.device}", "setup_s": setup}
-    row |= loop(learner, config, options.steps, options.seed)
+    row: dict[str, Any] = {"by": f"{options.name} {options.device}", "envs": options.envs, "setup_s": setup}
+    if options.envs == 1:
+        row |= loop(learner, config, options.steps, options.seed)
+    else:
+        from tools.peers.cartpole import make
+
+        row |= loop_together(learner, config, options.steps, options.seed, make(options.envs, options.vector))
     options.output.write_text(json.dumps(row) + "\n", encoding="utf-8")
     return 0
 
