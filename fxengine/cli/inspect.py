@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
     add_device(parser)
     text = "the auxiliary nets alone, or the whole specified step in its full sizes"
     add_choice(parser, "model", MODELS, "aux", text)
+    add_choice(parser, "precision", ("fp32", "tf32", "bf16"), "fp32", "precision of linear products")
     texts = documented(StepConfig)
     for name in ("batch", "state", "regimes"):
         add_option(parser, name, getattr(StepConfig.aux_only(), name), texts.get(name, ""))
@@ -59,7 +60,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     sizes = {name: getattr(arguments, name) for name in ("batch", "state", "regimes")}
     config = StepConfig(**sizes) if arguments.model == "full" else StepConfig.aux_only(**sizes)
     data = _stand_in(config)
-    with Engine(config, device=arguments.device, data=data) as engine:
+    with Engine(config, device=arguments.device, precision=arguments.precision, data=data) as engine:
         census = engine.graph.census()
         # Timing runs single nodes of this engine's plan, out of order: nothing but the counts is used afterwards.
         times = node_times(engine.plan, stream=engine.stream) if arguments.time else None
@@ -95,6 +96,7 @@ def _describe(engine: Engine, census: Census, times: list[float] | None) -> str:
         head = f"{'us':>8} {head}"
         rows = [f"{us:>8.2f} {row}" for us, row in zip(times, rows, strict=True)]
     counts = {
+        "precision": engine.precision,
         "device": f"{engine.device.label} ({engine.device.name})",
         "depth": census.depth,
         "nodes": ", ".join(f"{n} {kind}" for kind, n in census.nodes.items()),
@@ -145,7 +147,7 @@ def _ceilings(engine: Engine) -> tuple[Ceilings, bool]:
 def _as_json(engine: Engine, census: Census, times: list[float] | None) -> dict[str, Any]:
     from fxengine.graphs.floor import step_floor
 
-    values: dict[str, Any] = {"device": engine.device.label, "name": engine.device.name}
+    values: dict[str, Any] = {"device": engine.device.label, "name": engine.device.name, "precision": engine.precision}
     if engine.config is not None:
         values["batch"] = engine.config.batch
     values.update(census.as_dict())

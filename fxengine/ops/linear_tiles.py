@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 _SLICES = (1, 2, 4, 8, 16, 32, 64)
 _SLICE_ROWS = 256
 
-# A layer, and a weight gradient, is given one over so many of the device: it shares it with others of its level.
-_SIBLINGS = 4
-_DW_SIBLINGS = 8
+# A product is given one over so many of the device: it shares it with others of its level.
+_SIBLINGS = {"forward": 4, "dx": 2, "dw": 16}
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def choose_tile(
     A pure function of its arguments; `kind` is `forward` or `dx`.
     """
     choices = _costs(target, precision, kind)
-    return min(choices, key=lambda name: _cost(target, *choices[name], rows, (columns,), depth, share=_SIBLINGS))
+    return min(choices, key=lambda name: _cost(target, *choices[name], rows, (columns,), depth, share=_SIBLINGS[kind]))
 
 
 def _costs(target: Target, precision: str, kind: str) -> dict[str, tuple[Tile, Cost]]:
@@ -158,7 +157,7 @@ def choose_dw(
 ) -> tuple[str, int]:
     """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
 
-    Weight gradients share launches, so each is given an eighth of the device, which favours tiles that waste no work
+    Weight gradients share launches, so each is given a sixteenth of the device, which favours tiles that waste no work
     over tiles that finish soon.
     """
     choices = _costs(target, precision, "dw")
@@ -172,7 +171,7 @@ def choose_dw(
 
     def cost(choice: tuple[str, int]) -> float:
         name, slices = choice
-        return _cost(target, *choices[name], rows, columns, depth, slices=slices, share=_DW_SIBLINGS)
+        return _cost(target, *choices[name], rows, columns, depth, slices=slices, share=_SIBLINGS["dw"])
 
     return min(possible, key=cost)
 
