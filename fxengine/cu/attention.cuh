@@ -177,7 +177,9 @@ __device__ __forceinline__ void attention_forward_tokens(const AttentionForward&
 #pragma unroll 1
     for (int row = block.row(); row < rows; row += TOKEN_STEP) {
         fx_copy_word(fx_shared(tokens + row * F + lane), r.state + block.feature(row, r.ld_state), true);
-        if (r.live != nullptr) fx_copy_word(fx_shared(live + row), r.live + block.first + block.sample(row), true);
+        if (r.live != nullptr && lane == 0) {
+            fx_copy_word(fx_shared(live + row), r.live + block.first + block.sample(row), true);
+        }
     }
     fx_copy_commit();
     fx_copy_wait<0>();

@@ -81,8 +81,6 @@ __device__ __forceinline__ float c51_signal(const float* signal) {
     return signal != nullptr ? *fx_global(signal) : 0.0f;
 }
 
-__device__ __forceinline__ float c51_nan() { return __uint_as_float(0x7fc00000u); }
-
 // A number of one action. Lane l holds that of action l, of further actions it is in `memory()`.
 template <class Memory>
 __device__ __forceinline__ float c51_pick(float own, Memory memory, int actions, int action) {
@@ -127,7 +125,7 @@ __device__ __forceinline__ void c51_branch(C51Shared<ATOMS>& shared, int row, in
     // u_j = start + discount j, start = (reward + discount v_min - v_min) / spacing: in double, as the two multiples
     // of v_min nearly cancel.
     const double low = record.v_min;
-    if (!known) reward = c51_nan();
+    if (!known) reward = FX_NAN;
     const float start = static_cast<float>((reward + (static_cast<double>(disc) - 1.0) * low) * record.atoms_per_unit);
     float m[CHUNKS], picked[CHUNKS];
     if (dueling) c51_center(next, target, adv_target, n, atoms);
@@ -145,7 +143,7 @@ __device__ __forceinline__ void c51_branch(C51Shared<ATOMS>& shared, int row, in
     c51_take(picked, x, adv, taken, n, atoms);
     if (dueling) c51_center(base, x, adv, n, atoms);
     float q_taken = c51_pick(own_q, q, n, taken);
-    if (!known) q_taken = c51_nan();
+    if (!known) q_taken = FX_NAN;
     const float lse_taken = c51_pick(own_lse, lse, n, taken);
     float peak = own_q;
 #pragma unroll 1
@@ -164,7 +162,7 @@ __device__ __forceinline__ void c51_branch(C51Shared<ATOMS>& shared, int row, in
 #pragma unroll 1
     for (int i = lane + 32; i < quantiles; i += 32) theta += quantile(i)[taken];
     sums[3] = theta;
-    const float sum = c51_warp_sums(sums);  // eight lanes each
+    const float sum = fx_warp_sums(sums);  // eight lanes each
     const float mass = __shfl_sync(0xffffffffu, sum, 8);
     const float q_lse = peak + c51_log(__shfl_sync(0xffffffffu, sum, 16));
     theta = __shfl_sync(0xffffffffu, sum, 24);
@@ -205,7 +203,7 @@ __device__ __forceinline__ void c51_branch(C51Shared<ATOMS>& shared, int row, in
             own_q = a < n ? q()[a] : 0.0f;
             own_lse = a < n ? lse()[a] : 0.0f;
         }
-        const float excess = known ? c51_exp(own_q - q_lse) - (a == taken ? 1.0f : 0.0f) : c51_nan();
+        const float excess = known ? c51_exp(own_q - q_lse) - (a == taken ? 1.0f : 0.0f) : FX_NAN;
         const float own_dq = fx_scaled(pull, excess) + (a == taken ? chosen : 0.0f);
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
@@ -274,7 +272,7 @@ __device__ __forceinline__ void c51_finish(const C51Shared<ATOMS>& shared, int r
 #pragma unroll
     for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0x00ffffffu, sum, offset);
     double* out = (thread & 7) == 0 ? record.partials[thread >> 3] : nullptr;
-    if (out != nullptr) fx_global(out)[static_cast<int>(blockIdx.x) - record.first_tile] = sum * record.branch_share;
+    if (out != nullptr) fx_global(out)[fx_tile(record)] = sum * record.branch_share;
 }
 
 // `branch(shared, row, d)` works on one branch of one row.

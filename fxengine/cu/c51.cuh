@@ -36,8 +36,8 @@ __device__ __forceinline__ float c51_divide(float a, float b) {
 #endif
 }
 
-// Row `row` of a matrix whose rows are `ld` elements, less than 2 GB, apart. Written out, because the compiler would make
-// sums of 64-bit indices, four instructions for each address derived from it, and keep more of them than it has
+// Row `row` of a matrix whose rows are `ld` elements, less than 2 GB, apart. Written out, because the compiler would
+// make sums of 64-bit indices, four instructions for each address derived from it, and keep more of them than it has
 // registers for.
 template <class T>
 __device__ __forceinline__ T* c51_row(T* matrix, int ld, int row) {
@@ -56,24 +56,6 @@ __device__ __forceinline__ T* c51_row(T* matrix, int ld, int row) {
 __device__ __forceinline__ float c51_warp_max(float x) {
     const auto turned = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
     return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(x)))));
-}
-
-// Sums of N numbers over the warp, N a power of two: lane l gets that of number l * N / 32. Each exchange halves what
-// is left to add, where N butterflies would take log2(32) N shuffles.
-template <int N>
-__device__ __forceinline__ float c51_warp_sums(float (&x)[N]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2) {
-        const int offset = 32 * half / N;
-        const bool upper = (lane & offset) != 0;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float sent = upper ? x[i] : x[i + half];
-            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(0xffffffffu, sent, offset);
-        }
-    }
-    return fx_lanes_sum<32 / N>(x[0]);
 }
 
 // The lane's atoms of one row, 0 beyond the last. `from` points to the lane's first.
@@ -158,7 +140,7 @@ __device__ __forceinline__ void c51_project(int atoms, float start, float disc, 
         from[c] = near ? fminf(fmaxf(floorf((k - 1.0f - start) * inverse), 0.0f), top) : 0.0f;
         m[c] = 0.0f;
     }
-    const float sums = c51_warp_sums(outside);
+    const float sums = fx_warp_sums(outside);
     const float below = __shfl_sync(0xffffffffu, sums, 0), above = __shfl_sync(0xffffffffu, sums, 31);
     __syncwarp();
     const float* at[CHUNKS];

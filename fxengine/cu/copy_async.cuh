@@ -1,7 +1,7 @@
-// Shared memory by address, and copies from global memory to it that go on beside their thread (PTX cp.async, since sm_80).
-// A thread closes the copies that it began into a group with fx_copy_commit; after fx_copy_wait<N> all of its groups but
-// the newest N have arrived: for itself, and for the others of the block after a barrier. The simulated device copies at
-// once.
+// Shared memory by address, and copies from global memory to it that go on beside their thread (PTX cp.async, since
+// sm_80). A thread closes the copies that it began into a group with fx_copy_commit; after fx_copy_wait<N> all of its
+// groups but the newest N have arrived: for itself, and for the others of the block after a barrier. The simulated
+// device makes them as late as that allows.
 #pragma once
 #include "fx.cuh"
 
@@ -47,7 +47,9 @@ __device__ __forceinline__ void fx_copy_quad(FxShared to, const float* from, int
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(4 * count));
 #else
-    for (int e = 0; e < 4; ++e) reinterpret_cast<float*>(to)[e] = e < count ? from[e] : 0.0f;
+    float quad[4];
+    for (int e = 0; e < 4; ++e) quad[e] = e < count ? from[e] : 0.0f;
+    fx_sim::fx_sim_copy(to, quad, sizeof quad);
 #endif
 }
 
@@ -57,13 +59,16 @@ __device__ __forceinline__ void fx_copy_word(FxShared to, const float* from, boo
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
         :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(exists ? 4 : 0));
 #else
-    *reinterpret_cast<float*>(to) = exists ? *from : 0.0f;
+    const float word = exists ? *from : 0.0f;
+    fx_sim::fx_sim_copy(to, &word, sizeof word);
 #endif
 }
 
 __device__ __forceinline__ void fx_copy_commit() {
 #if FX_DEVICE
     asm volatile("cp.async.commit_group;");
+#else
+    fx_sim::fx_sim_copy_commit();
 #endif
 }
 
@@ -71,5 +76,7 @@ template <int N>
 __device__ __forceinline__ void fx_copy_wait() {
 #if FX_DEVICE
     asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#else
+    fx_sim::fx_sim_copy_wait(N);
 #endif
 }

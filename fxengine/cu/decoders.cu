@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_ensemble(const Ensemble* ta
         if (column % record.actions == (known ? action : 0)) {
             const float value = record.value[row * record.ld_value + record.best[row * record.best_stride]];
             const float target = record.reward[row] + fx_scaled(record.discount[row], value);
-            const float y = known ? record.y[row * record.ld_y + column] : __uint_as_float(0x7fc00000u);
+            const float y = known ? record.y[row * record.ld_y + column] : FX_NAN;
             const float gap = y - target, weighted = record.weight[row] * gap;
             gradient = weighted * share;
             loss += 0.5 * static_cast<double>(weighted) * gap;

@@ -75,7 +75,7 @@ __device__ __forceinline__ DqnPart dqn_branch(const Dqn& record, long long row, 
     const int action = record.actions[row * record.ld_actions + d];
     const float reward = record.reward[row], discount = record.discount[row], weight = record.weight[row];
     const bool known = action >= 0 && action < n;
-    const float value = known ? record.q[row * record.ld_q + offset + action] : __uint_as_float(0x7fc00000u);
+    const float value = known ? record.q[row * record.ld_q + offset + action] : FX_NAN;
     const float* target = record.q_target + row * record.ld_target + offset;
     const float* chooser = record.q_next != nullptr ? record.q_next + row * record.ld_next + offset : target;
     const int next = dqn_argmax(chooser, n);

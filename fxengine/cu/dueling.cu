@@ -85,7 +85,7 @@ __device__ __forceinline__ void dueling_row(const Dueling& record, int row) {
             sums[2 * g + 1] = moment;
         }
         // Half of an action's lanes get its sum, the others its moment.
-        const float own = c51_warp_sums(sums), other = __shfl_xor_sync(0xffffffffu, own, LANES / 2);
+        const float own = fx_warp_sums(sums), other = __shfl_xor_sync(0xffffffffu, own, LANES / 2);
         const bool has_moment = (lane & (LANES / 2)) != 0;
         const float sum = has_moment ? other : own, moment = has_moment ? own : other;
         const int a = first + mine;

@@ -59,6 +59,12 @@ __device__ __forceinline__ const Record& fx_record(const Record* table, int coun
     return place;
 }
 
+// The block's tile of its record, found out afresh.
+template <class Record>
+__device__ __forceinline__ int fx_tile(const Record& record) {
+    return static_cast<int>(blockIdx.x) - record.first_tile;
+}
+
 // A pointer out of a record in shared memory: the compiler cannot know by itself that it points to global memory.
 template <class T>
 __device__ __forceinline__ T* fx_global(T* pointer) {
@@ -87,8 +93,9 @@ __device__ __forceinline__ void fx_trigger() {
 
 enum FxActivation { FX_NONE = 0, FX_ELU = 1, FX_RELU = 2, FX_TANH = 3 };
 
-// e^x - 1 for x <= 0, to 1 unit in the last place; anything for x > 0, NaN for NaN. Without a branch, so that the values of
-// a thread are worked out side by side: x = n ln 2 + f, e^x - 1 = 2^n (e^f - 1) + (2^n - 1), Taylor's series of e^f - 1.
+// e^x - 1 for x <= 0, to 1 unit in the last place; anything for x > 0, NaN for NaN. Without a branch, so that values
+// of a thread are worked out side by side: x = n ln 2 + f, e^x - 1 = 2^n (e^f - 1) + (2^n - 1), Taylor's series of
+// e^f - 1.
 __device__ __forceinline__ float fx_expm1(float x) {
     x = x < -64.0f ? -64.0f : x;
     const float shifted = fmaf(x, 1.44269504f, 12582912.0f);  // n in its low bits
@@ -122,6 +129,7 @@ __device__ __forceinline__ float fx_activate_slope(int kind, float y) {
 }
 
 #define FX_INF __uint_as_float(0x7f800000u)
+#define FX_NAN __uint_as_float(0x7fc00000u)
 
 // False for infinities and NaN.
 __device__ __forceinline__ bool fx_finite(double x) { return x - x == 0.0; }
@@ -182,6 +190,24 @@ __device__ __forceinline__ T fx_lanes_sum(T value) {
 template <class T>
 __device__ __forceinline__ T fx_warp_sum(T value) {
     return fx_lanes_sum<32>(value);
+}
+
+// Sums of N numbers over the warp, N a power of two: lane l gets that of number l * N / 32; x is used up. Each exchange
+// halves what is left to add, where N butterflies would take log2(32) N shuffles.
+template <int N>
+__device__ __forceinline__ float fx_warp_sums(float (&x)[N]) {
+    const int lane = static_cast<int>(threadIdx.x & 31u);
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2) {
+        const int offset = 32 * half / N;
+        const bool upper = (lane & offset) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float sent = upper ? x[i] : x[i + half];
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(0xffffffffu, sent, offset);
+        }
+    }
+    return fx_lanes_sum<32 / N>(x[0]);
 }
 
 // Sum over a block of 256 threads in fixed order, returned to every thread. `scratch`: 8 values of shared memory.

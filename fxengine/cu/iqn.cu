@@ -238,8 +238,6 @@ extern "C" __global__ void __launch_bounds__(256) fx_iqn_mix_backward(const IqnM
 
 constexpr int iqn_goals = 128;  // targets of a warp that lie in shared memory at a time
 
-__device__ __forceinline__ float iqn_nan() { return __uint_as_float(0x7fc00000u); }
-
 // x limited to [-bound, bound]; unlike fx_limit it lets NaN through.
 __device__ __forceinline__ float iqn_bounded(float x, float bound) {
 #if FX_DEVICE
@@ -269,7 +267,7 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
     for (int first = 0; first < quantiles; first += 32) {
         const int i = first + lane;
         const bool own = i < quantiles;
-        const float value = !own ? 0.0f : known ? theta[i * record.ld_theta] : iqn_nan();
+        const float value = !own ? 0.0f : known ? theta[i * record.ld_theta] : FX_NAN;
         const float tau = own ? record.tau[row * record.ld_tau + i] : 0.0f;
         float sum = 0.0f, slope = 0.0f;
         for (int start = 0; start < targets; start += iqn_goals) {
@@ -278,7 +276,7 @@ __device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row
                 __syncwarp();  // the lanes are done with the targets that lie there
 #pragma unroll 1
                 for (int j = lane; j < length; j += 32) {
-                    const float next = known_best ? theta_target[(start + j) * record.ld_theta_target] : iqn_nan();
+                    const float next = known_best ? theta_target[(start + j) * record.ld_theta_target] : FX_NAN;
                     goals[j] = reward + fx_scaled(discount, next);
                 }
                 __syncwarp();

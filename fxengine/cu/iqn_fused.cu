@@ -150,8 +150,8 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
             FX_UNROLL
             for (int q = 0; q < STEPS; ++q) {
                 unsigned(&words)[4] = features[c * STEPS + q][i][0];
-                iqn_words<WORD>(words[0], words[2], v[0], q);
-                iqn_words<WORD>(words[1], words[3], v[1], q);
+                iqn_words<WORD, true>(words[0], words[2], v[0], q);
+                iqn_words<WORD, true>(words[1], words[3], v[1], q);
             }
         }
     }

@@ -15,37 +15,37 @@
 template <int WORD>
 constexpr int iqn_steps = 2 / WORD;
 
-// The two words of step q of a chunk, from the lane's four numbers.
-template <int WORD>
+// The two words of step q of a chunk, from the lane's four numbers. MADE: arithmetic has made them here (fx_tf32_made).
+template <int WORD, bool MADE = false>
 __device__ __forceinline__ void iqn_words(unsigned& first, unsigned& second, const float* v, int q) {
     if constexpr (WORD == 1) {
-        first = fx_tf32(v[2 * q]);
-        second = fx_tf32(v[2 * q + 1]);
+        first = MADE ? fx_tf32_made(v[2 * q]) : fx_tf32(v[2 * q]);
+        second = MADE ? fx_tf32_made(v[2 * q + 1]) : fx_tf32(v[2 * q + 1]);
     } else {
         first = fx_bf16x2(v[0], v[1]);
         second = fx_bf16x2(v[2], v[3]);
     }
 }
 
-// The operand of step q for M x 16 rows, from the lane's four numbers v[i][h] of rows 16 i + 8 h + g.
+// The operand of step q for M x 16 rows, from the four numbers v[i][h] of rows 16 i + 8 h + g that the lane has made.
 template <int WORD, int M>
 __device__ __forceinline__ void iqn_operand(unsigned (&a)[M][1][4], const float (&v)[M][2][4], int q) {
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
-        iqn_words<WORD>(a[i][0][0], a[i][0][2], v[i][0], q);
-        iqn_words<WORD>(a[i][0][1], a[i][0][3], v[i][1], q);
+        iqn_words<WORD, true>(a[i][0][0], a[i][0][2], v[i][0], q);
+        iqn_words<WORD, true>(a[i][0][1], a[i][0][3], v[i][1], q);
     }
 }
 
 // The same for all steps of a chunk.
-template <int WORD, int M>
+template <int WORD, int M, bool MADE = true>
 __device__ __forceinline__ void iqn_operands(unsigned (&a)[M][iqn_steps<WORD>][4], const float (&v)[M][2][4]) {
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
         FX_UNROLL
         for (int q = 0; q < iqn_steps<WORD>; ++q) {
-            iqn_words<WORD>(a[i][q][0], a[i][q][2], v[i][0], q);
-            iqn_words<WORD>(a[i][q][1], a[i][q][3], v[i][1], q);
+            iqn_words<WORD, MADE>(a[i][q][0], a[i][q][2], v[i][0], q);
+            iqn_words<WORD, MADE>(a[i][q][1], a[i][q][3], v[i][1], q);
         }
     }
 }

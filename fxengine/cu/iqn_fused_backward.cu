@@ -16,7 +16,7 @@
 //     warp p      phi = w_phi cosines^T        -> mixed = phi h2           -> dw_iq1 += mixed dhidden
 //     warp p + 4  dmixed = w_iq1^T dhidden^T   -> dphi = dmixed h2 slope   -> dw_phi += dphi cosines; dh2
 //
-//   Both make the same number of products. Sums of weight gradients and w_iq1 stay in registers; phi goes from the
+//   Both make about as many products. Sums of weight gradients and w_iq1 stay in registers; phi goes from the
 //   first to the second through shared memory, and the second never waits for it, having twice as much to do before.
 //   Cosines and dhidden, which the former and the latter make, have two places in shared memory, so that a warp makes
 //   the next tile's while others still multiply: one barrier per tile. Per 32 rows and 128 columns the tensor cores
@@ -129,7 +129,7 @@ struct IqnShare {
     int column0, slice;
 
     __device__ __forceinline__ explicit IqnShare(const IqnBackward& r) {
-        const int tile = fx_linear_again(static_cast<int>(blockIdx.x)) - r.first_tile;
+        const int tile = fx_linear_again(fx_tile(r));
         const int parts = (r.features + 127) / 128;
         column0 = tile % parts * 128;
         slice = tile / parts;
@@ -448,7 +448,7 @@ struct IqnUnmixing {
             }
         }
         FX_UNROLL
-        for (int c = 0; c < Block::MIXED; ++c) iqn_operands<WORD, 2>(w_iq1[c], v[c]);
+        for (int c = 0; c < Block::MIXED; ++c) iqn_operands<WORD, 2, false>(w_iq1[c], v[c]);
     }
 
     __device__ __forceinline__ void fetch(int row0) {

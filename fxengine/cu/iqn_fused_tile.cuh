@@ -32,7 +32,7 @@ struct IqnMatrix {
         const int g = lane >> 2, t = lane & 3;
         unsigned words[4];
         FX_UNROLL
-        for (int q = 0; q < STEPS; ++q) iqn_words<WORD>(words[2 * q], words[2 * q + 1], v, q);
+        for (int q = 0; q < STEPS; ++q) iqn_words<WORD, true>(words[2 * q], words[2 * q + 1], v, q);
         const int block = (c * (ROWS / 16) + i) * 2 + (g >> 1 & 1);
         unsigned* const unit = across + (32 * block + place(4 * h + (g >> 2) * 2 + (g & 1), t)) * UNIT;
         if constexpr (WORD == 1) {

@@ -6,19 +6,20 @@
 // the one of fp32 on the CUDA cores. linear_tensor.cuh has those of the tensor cores. A tile type T has
 //
 //     T::BM, T::BN, T::BK       outputs of a block, elements of the sum per step
+//     T::THREADS, T::GROUPS     of the block; groups of threads that have parts of the same sums
 //     T::WIDTH                  neighbouring outputs that a thread handles at once
 //     T::SHARED                 floats of shared memory
 //     T::Sums                   what a thread holds of the sums; starts as zeros
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
-//                               adds the products of the LinearSources source(0) .. source(count - 1), each of which
-//                               every thread asks for once; with SUM (A not inner, count <= 1) also the row sums of A.
-//                               It calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
+//                               adds the products of the LinearSources source(0) .. source(count - 1), which all
+//                               threads ask for alike; with SUM (A not inner, count <= 1) also the row sums of A. It
+//                               calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
 //                               no direct predecessor writes (Family.early): they may be read earlier
 //     T::outputs<UNROLL>(sums, shared, fetch, use)
-//                               calls use(row, column, values, more) for every run of neighbouring outputs of the thread;
-//                               more is what fetch(row, column, more) has read, for UNROLL runs at once
+//                               calls use(row, column, values, more) for every run of neighbouring outputs of the
+//                               thread; more is what fetch(row, column, more) has read, for UNROLL runs at once
 //     T::row_sums(sums, shared)      the sum over k of row threadIdx.x of A, 0 for threads from BM on
 //
 // Every thread of the block calls the three functions. `shared` is free again when `add` returns; the others may leave
@@ -299,16 +300,16 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
     __syncthreads();
 }
 
-// Where a group leaves its sum of (row, column) in its tile in shared memory. Every second pair of rows has the halves of
-// its 32 columns exchanged: no access has a bank conflict, whether a warp stores its fragments or reads rows.
+// Where a group leaves its sum of (row, column) in its tile in shared memory. Every second pair of rows has the halves
+// of its 32 columns exchanged: no access has a bank conflict, whether a warp stores its fragments or reads rows.
 template <class T>
 __device__ __forceinline__ int fx_linear_place(int row, int column) {
     return row * T::BN + (T::BN >= 32 ? column ^ (row & 2) * 8 : column);
 }
 
-// Calls use(row, column, values, more) with the sum of the tiles that the GROUPS groups left in shared memory one behind the
-// other, added in that order; fetch(row, column, more) has read what the result needs besides, for UNROLL runs at once. A
-// loop, because code that is run once must be fetched for it.
+// Calls use(row, column, values, more) with the sum of the tiles that the GROUPS groups left in shared memory one behind
+// the other, added in that order; fetch(row, column, more) has read what the result needs besides, for UNROLL runs at
+// once. A loop, because code that is run once must be fetched for it.
 template <class T, int UNROLL, class Fetch, class Use>
 __device__ __forceinline__ void fx_linear_reduce(const float* shared, Fetch fetch, Use use) {
     constexpr int RUNS = T::BM * T::BN / (T::THREADS * T::WIDTH), N = UNROLL < RUNS ? UNROLL : RUNS;
@@ -340,7 +341,8 @@ __device__ __forceinline__ void fx_linear_reduce(const float* shared, Fetch fetc
 
 // Calls fetch and use for every run of neighbouring outputs of this thread, the groups added in order.
 template <class T, int UNROLL, class Fetch, class Use>
-__device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Fetch fetch, Use use) {
+__device__ __forceinline__ void fx_linear_outputs(const float (&acc)[T::TM][T::TN], float* shared, Fetch fetch,
+                                                  Use use) {
     const LinearPlace<T> at;
     if constexpr (T::GROUPS == 1) {
         FX_UNROLL

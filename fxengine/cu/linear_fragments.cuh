@@ -1,9 +1,9 @@
 // What the tile types of the tensor cores share (linear_staged.cuh, linear_direct.cuh): rounding, and how the rows of
 // operands and outputs are dealt out to the lanes of a warp.
 //
-// Row g + 8 h of fragment i of A, and row g of fragment 2 i + h of B, is row 16 i + 2 g + h of the operand: a lane reads
-// pairs of rows, and holds columns 4 t .. 4 t + 3 of the outputs of a pair of fragments, a run of four. The k of a
-// fragment are permuted too (alike for A and B): a lane has the four neighbouring k from 4 t on of a panel of 16.
+// Row g + 8 h of fragment i of A, and row g of fragment 2 i + h of B, is row 16 i + 2 g + h of the operand: a lane
+// reads pairs of rows, and holds columns 4 t .. 4 t + 3 of the outputs of a pair of fragments, a run of four. The k of
+// a fragment are permuted too (alike for A and B): a lane has the four neighbouring k from 4 t on of a panel of 16.
 #pragma once
 #include "linear.cuh"
 #include "mma.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ void fx_linear_panel(float (&acc)[M][N][4], A a, B b)
     }
 }
 
-// The outputs that a warp holds in its fragments from (row, column) of the tile on, dealt out anew: through shared memory.
+// The outputs that a warp holds in its fragments from (row, column) of the tile on, dealt out anew through shared memory.
 template <class T, int UNROLL, int M, int N, class Fetch, class Use>
 __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4], int group, int row, int column,
                                                     float* shared, Fetch fetch, Use use) {

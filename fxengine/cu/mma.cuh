@@ -8,15 +8,19 @@
 #include "fx.cuh"
 
 // Round to nearest, ties away from zero: half of the last place that counts is added, and the product drops what lies
-// below. The maximum keeps the NaN that the hardware makes, 0x7fffffff, from becoming -0: there the sum overflows.
-__device__ __forceinline__ unsigned fx_tf32(float x) {
+// below. For a number that arithmetic has made: the maximum keeps its NaN, 0x7fffffff, for which the sum overflows.
+__device__ __forceinline__ unsigned fx_tf32_made(float x) {
 #if FX_DEVICE
     const int bits = __float_as_int(x);
-    const int rounded = static_cast<int>(static_cast<unsigned>(bits) + 0x1000u);
-    return static_cast<unsigned>(rounded > bits ? rounded : bits);
+    return static_cast<unsigned>(max(static_cast<int>(static_cast<unsigned>(bits) + 0x1000u), bits));
 #else
     return fx_sim::tf32(x);
 #endif
+}
+
+// The same for any number: NaNs from 0xfffff000 on are kept too.
+__device__ __forceinline__ unsigned fx_tf32(float x) {
+    return max(fx_tf32_made(x), __float_as_uint(x));
 }
 
 // Round to nearest even, both.

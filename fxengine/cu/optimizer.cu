@@ -260,10 +260,10 @@ extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam
     }
     const bool skip = __syncthreads_or(bad ? 1 : 0) != 0;
     if (blockIdx.x == 0 && warp == 0) adam_report(table, count, skip);
+    fx_copy_wait<0>();  // no block ends while copies are on their way into its memory
     if (skip || !inside) return;
 
     const AdamStep step = adam_step(scalars, scale, matrix);
-    fx_copy_wait<0>();
     const float4 g = arrived[0][thread];
     float4 m = arrived[1][thread], v = arrived[2][thread], w = arrived[3][thread];
     adam_element(step, g.x, w.x, m.x, v.x);

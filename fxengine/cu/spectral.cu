@@ -154,20 +154,6 @@ __device__ __forceinline__ void spectral_large(const Spectral& record, float* pa
     if (fx_finite(sigma) && sigma > limit) spectral_scale(record, static_cast<float>(limit / sigma));
 }
 
-// Sums over the warp of 4 values at once: lane l gets that of value l / 8. Each of the first two steps halves the
-// values that a lane still has to add.
-__device__ __forceinline__ float spectral_sums(const float (&value)[SPECTRAL_KEPT]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    float two[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const bool high = (lane & 16) != 0;
-        two[i] = (high ? value[i + 2] : value[i]) + __shfl_xor_sync(0xffffffffu, high ? value[i] : value[i + 2], 16);
-    }
-    const bool high = (lane & 8) != 0;
-    return fx_lanes_sum<8>((high ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 8));
-}
-
 // The whole step with w in registers: warp i has the rows 4 i ... 4 i + 3, lane l of it the columns l, l + 32, ...
 __device__ __forceinline__ void spectral_small(const Spectral& record, float* partial, double* scratch) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -191,7 +177,7 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
     }
     if (skip) return;
     const int row = row0 + lane / 8;
-    float u = spectral_sums(dot);
+    float u = fx_warp_sums(dot);
     if (row > last) u = 0.0f;
     double squares = static_cast<double>(u) * static_cast<double>(u);
     squares += __shfl_xor_sync(0xffffffffu, squares, 16);

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_expectile(const Expectile* 
         for (int d = 0; d < branches; ++d) {
             const int action = record.actions[row * record.ld_actions + d];
             const bool known = action >= 0 && action < record.sizes[d];
-            q += known ? record.q[row * record.ld_q + record.offset[d] + action] : __uint_as_float(0x7fc00000u);
+            q += known ? record.q[row * record.ld_q + record.offset[d] + action] : FX_NAN;
         }
         const float u = fx_divide(q, static_cast<float>(branches)) - record.v[row * record.v_stride];
         const float slope = fabsf(*record.tau - (u < 0.0f ? 1.0f : 0.0f)) * u;

@@ -29,7 +29,7 @@ from fxengine.ops.checks import describe, expect
 if TYPE_CHECKING:
     from fxengine.driver import Target
 
-# ATTENTION_SHARED of attention.cu: floats of shared memory of a block.
+# ATTENTION_SHARED of attention.cuh: floats of shared memory of a block.
 _SHARED = 8192
 # More samples in a block than this save no more weight traffic worth having.
 _MAX_SAMPLES = 8

@@ -138,7 +138,7 @@ def forward(
         "accumulate": int(accumulate),
     }
     mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
+    name = _tile(label, program.target, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
 
@@ -214,7 +214,9 @@ def backward_dx(
         "accumulate": int(accumulate),
     }
     mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, mode, tile) or choose_tile(program.target, m, k, sum(widths), kind="dx", precision=mode)
+    name = _tile(label, program.target, mode, tile) or choose_tile(
+        program.target, m, k, sum(widths), kind="dx", precision=mode
+    )
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
 
@@ -261,7 +263,7 @@ def backward_dw(
     separate(f"linear '{label}'", "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
-    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, mode, tile), precision=mode)
+    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, program.target, mode, tile), precision=mode)
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
@@ -340,7 +342,7 @@ def reference_dw(dy: ArrayLike, x: ArrayLike) -> tuple[NDArray[np.float64], NDAr
 def reference_rounded(x: ArrayLike, precision: str) -> NDArray[np.float64]:
     """The float32 array x as a product in that precision reads it.
 
-    tf32 keeps 10 bits of the fraction, rounding ties away from zero (cvt.rna); bf16 keeps 7, ties to even; fp32 all.
+    tf32 keeps 10 bits of the fraction, rounding ties away from zero; bf16 keeps 7, ties to even; fp32 all.
 
     Raises:
         ValueError: no such precision.
@@ -445,9 +447,14 @@ def _precision(label: str, mode: str, target: Target) -> str:
     return mode
 
 
-def _tile(label: str, mode: str, tile: str | None) -> str | None:
+def _tile(label: str, target: Target, mode: str, tile: str | None) -> str | None:
     if tile is not None and tile not in TILES[mode]:
         raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(TILES[mode])} in {mode}")
+    if tile is not None and (needed := TILES[mode][tile].shared) > target.shared_memory_optin:
+        raise ProgramError(
+            f"linear '{label}': a block of tile {tile!r} takes {needed} bytes of shared memory, "
+            f"the device has {target.shared_memory_optin}; choose a smaller tile"
+        )
     return tile
 
 

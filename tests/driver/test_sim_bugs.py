@@ -46,6 +46,19 @@ extern "C" __global__ void unsynchronized_warp(float* y, int barrier) {
     y[t] = s[31 - t];
 }
 
+// A chain of asynchronous copies, two groups ahead; waits until `newest` groups are left, `all` also at the end.
+extern "C" __global__ void copied(const float* x, float* y, int newest, int all) {
+    __shared__ float s[4][32];
+    const int t = threadIdx.x;
+    for (int i = 0; i < 2; ++i) {
+        fx_sim::fx_sim_copy(&s[i][t], x + 32 * i + t, sizeof(float));
+        fx_sim::fx_sim_copy_commit();
+    }
+    fx_sim::fx_sim_copy_wait(newest);
+    y[t] = s[0][t];
+    if (all) fx_sim::fx_sim_copy_wait(0);
+}
+
 extern "C" __global__ void uninitialized(float* y) {
     __shared__ float s[64];
     if (threadIdx.x < 60) s[threadIdx.x] = 1.0f;
@@ -159,6 +172,21 @@ def test_poison_shows_uninitialized_shared_memory(sim: Sim):
     assert (got[0][:60] == 1).all()
     assert (got[0][60:] == 0).all()
     assert np.isnan(got[1][60:]).all()
+
+
+def test_a_copy_arrives_when_its_group_is_waited_for(sim: Sim):
+    sim.driver.set_schedule(poison="ff")
+    x, y = sim.upload(np.arange(64, dtype=np.float32)), sim.zeros(32)
+    sim.launch("copied", 1, 32, x, y, np.int32(1), np.int32(1))
+    assert (sim.read(y, 32) == np.arange(32)).all()
+    sim.launch("copied", 1, 32, x, y, np.int32(2), np.int32(1))
+    assert np.isnan(sim.read(y, 32)).all(), "read before its copy arrived"
+
+
+def test_a_thread_that_leaves_its_copies_behind(sim: Sim):
+    x, y = sim.upload(np.arange(64, dtype=np.float32)), sim.zeros(32)
+    detail = failure(sim, Result.CUDA_ERROR_LAUNCH_FAILED, "copied", 1, 32, x, y, np.int32(1), np.int32(0))
+    assert "returns while 1 of its asynchronous copies" in detail
 
 
 def test_the_order_of_blocks_shows_races_between_them(sim: Sim):

@@ -43,6 +43,25 @@ def test_reference_rounds_to_nearest(precision: str) -> None:
 
 
 @pytest.mark.parametrize(("precision", "tile"), TILES)
+def test_what_is_not_finite_stays_so(device: Device, precision: str, tile: str) -> None:
+    """Rounding makes no number of a NaN, whatever its sign and payload, nor of an infinity."""
+    bits = [0x7FC00000, 0x7FFFFFFF, 0x7FFFF000, 0xFFC00000, 0xFFFFFFFF, 0xFFFFF000, 0x7F800000, 0xFF800000]
+    values = np.array(bits, np.uint32).view(np.float32)
+    bench = Bench(device, precision)
+    column, row = bench.matrix(values[:, None]), bench.matrix(values[None, :])
+    one = bench.matrix(np.ones((1, 1), np.float32))
+    results = [bench.result(len(bits), 1), bench.result(1, len(bits)), bench.result(len(bits), 1)]
+    linear.forward(bench.program, column, one, None, results[0], tile=tile)
+    linear.backward_dx(bench.program, one, row, results[1], tile=tile)
+    linear.backward_dw(bench.program, row, one, results[2], tile=tile)
+    with bench.run() as plan:
+        for result in results:
+            got = read(plan, result).ravel()
+            assert np.isnan(got[:6]).all(), got
+            np.testing.assert_array_equal(got[6:], values[6:])
+
+
+@pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_operands_are_rounded_to_nearest(device: Device, precision: str, tile: str) -> None:
     """Products with 1 show what became of each operand: the nearest number of the precision, bit for bit."""
     bench = Bench(device, precision)

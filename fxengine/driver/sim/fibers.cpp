@@ -135,6 +135,7 @@ static void destroy_worker(void* data) {
     }
     munmap(w->shared_end - shared_capacity, shared_capacity + page);
     free(w->shared_exact);
+    free_copies(w);
     munmap(w->warps, max_threads / 32 * sizeof(Warp));
     munmap(w->threads, max_threads * sizeof(Thread));
     munmap(w, sizeof(Worker));
@@ -147,6 +148,7 @@ Worker* worker_of_this_thread() {
     Worker* w = static_cast<Worker*>(mapped(sizeof(Worker)));
     w->threads = static_cast<Thread*>(mapped(max_threads * sizeof(Thread)));
     w->warps = static_cast<Warp*>(mapped(max_threads / 32 * sizeof(Warp)));
+    make_copies(w);
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     unsigned char* shared = static_cast<unsigned char*>(mapped(shared_capacity + page));
     mprotect(shared + shared_capacity, page, PROT_NONE);

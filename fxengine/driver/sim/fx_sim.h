@@ -92,6 +92,10 @@ void fx_sim_wait(const unsigned* counter, unsigned value, int warp);
 // Ends the launch with an error. Never returns: it leaves the fiber.
 void fx_sim_fail(const char* format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 Slot* fx_sim_slot(Warp* warp, unsigned mask);
+// Asynchronous copies to shared memory of up to 16 bytes; see fx_copy_quad and its like.
+void fx_sim_copy(void* to, const void* data, unsigned bytes);
+void fx_sim_copy_commit();
+void fx_sim_copy_wait(unsigned newest);
 void fx_sim_barrier_lines(const char* file, int line) __attribute__((noreturn));
 }
 

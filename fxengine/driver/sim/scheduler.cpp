@@ -62,6 +62,7 @@ extern "C" void fx_sim_wait(const unsigned* counter, unsigned value, int warp) {
 
 // What a returning thread owes the others: barriers and warp operations no longer wait for it.
 static void retire(Worker* w, Thread* me) {
+    check_copies(w, me->index);
     me->wait_on = &never;
     me->wait_value = never;
     --w->unfinished;
@@ -216,6 +217,7 @@ bool run_block(Worker* w, Launch* launch, uint64_t block_index) {
             warp.busy = 0;
         }
     }
+    forget_copies(w);
     if (launch->settings->poison >= 0) poison_shared(w, operation, launch->settings->poison);
     if (w->stacks_abandoned) {
         w->free_stacks = nullptr;

@@ -34,10 +34,13 @@ struct SharedImage {
     size_t bytes;
 };
 
+struct Copies;
+
 struct Worker {
     Block state;
     Thread* threads;  // in scheduling order
     Warp* warps;
+    Copies* copies;   // by thread index
     Launch* launch;
     Stack* stacks[max_threads];
     unsigned stack_count;   // created
@@ -70,6 +73,12 @@ void leave_to_main(Worker* w) __attribute__((noreturn));
 void deadlock(Worker* w) __attribute__((noreturn));
 // Turns the fault that ended a block into the launch's failure.
 void report_fault(Worker* w);
+
+// Asynchronous copies: of a new worker, before a block, when a thread returns, at the worker's end.
+void make_copies(Worker* w);
+void forget_copies(Worker* w);
+void check_copies(Worker* w, unsigned thread);
+void free_copies(Worker* w);
 
 inline void change_stack(void** save, void* load, Stack* target) {
     if (__sanitizer_start_switch_fiber != nullptr) {
