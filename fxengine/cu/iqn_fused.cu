@@ -148,11 +148,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
                 v[1][e] = iqn_feature(first + static_cast<float>(16 * c + e), tau[1]);
             }
             FX_UNROLL
-            for (int q = 0; q < STEPS; ++q) {
-                unsigned(&words)[4] = features[c * STEPS + q][i][0];
-                iqn_words<WORD, true>(words[0], words[2], v[0], q);
-                iqn_words<WORD, true>(words[1], words[3], v[1], q);
-            }
+            for (int q = 0; q < STEPS; ++q) iqn_fragment<WORD, true>(features[c * STEPS + q][i][0], v, q);
         }
     }
     float hidden[iqn_hidden_chunks][M][2][4] = {};  // starting at the biases would cost registers
@@ -189,7 +185,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) {
             unsigned a[M][1][4];
-            iqn_operand<WORD, M>(a, mixed, q);
+            iqn_operand<WORD, M, true>(a, mixed, q);
             FX_UNROLL
             for (int p = 0; p < iqn_hidden_chunks; ++p) {
                 iqn_multiply<WORD, M>(hidden[p], a, units[((iqn_phi_chunks + p) * STEPS + q) * 32]);
@@ -226,7 +222,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
             }
         }
         FX_UNROLL
-        for (int q = 0; q < STEPS; ++q) iqn_operand<WORD, M>(words[p][q], v, q);
+        for (int q = 0; q < STEPS; ++q) iqn_operand<WORD, M, true>(words[p][q], v, q);
     }
     iqn_outputs<WORD, M>(r, shared, words, again);
 }

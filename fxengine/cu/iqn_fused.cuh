@@ -27,26 +27,27 @@ __device__ __forceinline__ void iqn_words(unsigned& first, unsigned& second, con
     }
 }
 
-// The operand of step q for M x 16 rows, from the four numbers v[i][h] of rows 16 i + 8 h + g that the lane has made.
-template <int WORD, int M>
+// The operand of step q for 16 rows, from the lane's four numbers v[h] of rows 8 h + g.
+template <int WORD, bool MADE = false>
+__device__ __forceinline__ void iqn_fragment(unsigned (&a)[4], const float (&v)[2][4], int q) {
+    iqn_words<WORD, MADE>(a[0], a[2], v[0], q);
+    iqn_words<WORD, MADE>(a[1], a[3], v[1], q);
+}
+
+// The same for M x 16 rows.
+template <int WORD, int M, bool MADE = false>
 __device__ __forceinline__ void iqn_operand(unsigned (&a)[M][1][4], const float (&v)[M][2][4], int q) {
     FX_UNROLL
-    for (int i = 0; i < M; ++i) {
-        iqn_words<WORD, true>(a[i][0][0], a[i][0][2], v[i][0], q);
-        iqn_words<WORD, true>(a[i][0][1], a[i][0][3], v[i][1], q);
-    }
+    for (int i = 0; i < M; ++i) iqn_fragment<WORD, MADE>(a[i][0], v[i], q);
 }
 
 // The same for all steps of a chunk.
-template <int WORD, int M, bool MADE = true>
+template <int WORD, int M, bool MADE = false>
 __device__ __forceinline__ void iqn_operands(unsigned (&a)[M][iqn_steps<WORD>][4], const float (&v)[M][2][4]) {
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
         FX_UNROLL
-        for (int q = 0; q < iqn_steps<WORD>; ++q) {
-            iqn_words<WORD, MADE>(a[i][q][0], a[i][q][2], v[i][0], q);
-            iqn_words<WORD, MADE>(a[i][q][1], a[i][q][3], v[i][1], q);
-        }
+        for (int q = 0; q < iqn_steps<WORD>; ++q) iqn_fragment<WORD, MADE>(a[i][q], v[i], q);
     }
 }
 

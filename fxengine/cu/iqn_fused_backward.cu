@@ -340,7 +340,7 @@ struct IqnMixing {
                 mixed[i][h][row] = phi[i][2 * chunk + (row >> 1)][2 * h + (row & 1)] * h2[i][h];
             }
             unsigned a[2][STEPS][4];
-            iqn_operands<WORD, 2>(a, mixed);
+            iqn_operands<WORD, 2, true>(a, mixed);
             if (r.partial != nullptr) iqn_add_gradient<WORD, WIDE, iqn_width / 8>(dw_iq1, a, tile.dhidden, chunk);
             note_slopes(hidden, chunk);
             __syncwarp();  // so that the compiler does not fetch what the next chunk wants here already
@@ -448,7 +448,7 @@ struct IqnUnmixing {
             }
         }
         FX_UNROLL
-        for (int c = 0; c < Block::MIXED; ++c) iqn_operands<WORD, 2, false>(w_iq1[c], v[c]);
+        for (int c = 0; c < Block::MIXED; ++c) iqn_operands<WORD, 2>(w_iq1[c], v[c]);
     }
 
     __device__ __forceinline__ void fetch(int row0) {
@@ -490,7 +490,7 @@ struct IqnUnmixing {
                 }
             }
             unsigned a[2][STEPS][4];
-            iqn_operands<WORD, 2>(a, dphi);
+            iqn_operands<WORD, 2, true>(a, dphi);
             iqn_add_gradient<WORD, WIDE, iqn_cosines / 8>(dw_phi, a, tile.cosines, chunk);
             const int end = row0 + 16 * (chunk + 1);
             if (r.quantiles < 16 || end % r.quantiles == 0) finish(mixer, end - 16);

@@ -189,7 +189,7 @@ struct IqnChunk {
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) {
             unsigned a[1][1][4];
-            iqn_operand<WORD, 1>(a, made, q);
+            iqn_operand<WORD, 1, true>(a, made, q);
             store(cosines + (((warp >> 1) * STEPS + q) * 2 + (warp & 1)) * 32, a[0][0]);
         }
         float v[2][2][4], sums[2][2][4] = {};
@@ -206,7 +206,7 @@ struct IqnChunk {
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) {
             unsigned a[2][1][4];
-            iqn_operand<WORD, 2>(a, v, q);
+            iqn_operand<WORD, 2, true>(a, v, q);
             FX_UNROLL
             for (int i = 0; i < 2; ++i) store(dhidden + ((warp * STEPS + q) * 2 + i) * 32, a[i][0]);
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,21 @@ def test_nan_stays_with_its_rows(device: Device, precision: str, sick: str) -> N
     rows = slice(8, 9) if sick == "tau" else slice(8, 16)
     assert np.isnan(found[1][rows]).all()
     np.testing.assert_array_equal(np.delete(found[1], rows, axis=0), np.delete(found[0], rows, axis=0))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("sick", "at", "feature"), [("w_phi", (3, 2), 3), ("w_iq1", (2, 3), 3)])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF])
+def test_nan_among_the_weights_is_not_rounded_away(
+    device: Device, precision: str, sick: str, at: tuple[int, int], feature: int, bits: int
+) -> None:
+    net = Net(device, precision, batch=3)
+    weights = net.arrays[sick].copy()
+    weights.view(np.uint32)[at] = bits
+    net.weights = replace(net.weights, **{sick: net.data("sick", weights)})
+    dtheta = np.random.default_rng(5).normal(size=(net.rows, SIZES.outputs)).astype(np.float32)
+    dh2 = net.run(backward(net, dtheta)["h2"])[0]
+    assert np.isnan(dh2[:, feature]).all()
 
 
 def test_every_batch_size_gives_a_row_the_same_bits(device: Device) -> None:
