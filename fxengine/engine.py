@@ -24,6 +24,7 @@ from fxengine.evaluation import Evaluation
 from fxengine.graphs import Plan, StepGraph
 from fxengine.nets.builder import Source, StepBuilder
 from fxengine.nets.step import specified_step
+from fxengine.ops.linear_tiles import PRECISIONS
 from fxengine.ops.step import COUNTERS
 from fxengine.parameters import Parameters
 from fxengine.signals import Signals
@@ -32,9 +33,6 @@ from fxengine.telemetry import Report, Telemetry
 
 if TYPE_CHECKING:
     from fxengine.rl.replay import Replay
-
-#: How linear products are computed: exactly in float32, or on tensor cores with float32 sums.
-PRECISIONS = ("fp32", "tf32", "bf16")
 
 Definition: TypeAlias = Callable[[StepBuilder], None]
 

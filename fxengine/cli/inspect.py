@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxengine.cli.options import add_choice, add_device, add_json, add_option, print_json, report_stream, size, table
+from fxengine.ops.linear_tiles import PRECISIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,7 @@ def add_parser(commands: Any) -> None:
     add_device(parser)
     text = "the auxiliary nets alone, or the whole specified step in its full sizes"
     add_choice(parser, "model", MODELS, "aux", text)
-    add_choice(parser, "precision", ("fp32", "tf32", "bf16"), "fp32", "precision of linear products")
+    add_choice(parser, "precision", PRECISIONS, "fp32", "precision of linear products")
     texts = documented(StepConfig)
     for name in ("batch", "state", "regimes"):
         add_option(parser, name, getattr(StepConfig.aux_only(), name), texts.get(name, ""))

@@ -25,6 +25,7 @@ from fxengine.cli.options import (
     table,
 )
 from fxengine.driver.errors import FxError
+from fxengine.ops.linear_tiles import PRECISIONS
 from fxengine.rl.logs import CHECKPOINT, METRICS
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def add_parser(commands: Any) -> None:
     run.add_argument("--steps", type=int, metavar="N", help="environment steps (default: 500000; quick: 20000)")
     run.add_argument("--envs", type=int, metavar="N", help="environments that step together (default: 1)")
     run.add_argument("--seed", type=int, metavar="N", help="seed of everything random (default: 0)")
-    run.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of linear products (default: fp32)")
+    run.add_argument("--precision", choices=PRECISIONS, help="of linear products (default: fp32)")
     run.add_argument("--resume", metavar="FILE", help="go on from this checkpoint, with its settings")
     run.add_argument(
         "--evaluation-episodes", type=int, default=20, metavar="N", help="greedy episodes at the end (default: 20)"

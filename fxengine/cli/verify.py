@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxengine.cli.options import add_device, add_json, print_json, report_stream
+from fxengine.ops.linear_tiles import PRECISIONS
 
 if TYPE_CHECKING:
     from fxengine.verify import Outcome, Result
@@ -23,9 +24,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("files", nargs="+", metavar="FILE.npz", help="golden files")
     add_device(parser)
-    parser.add_argument(
-        "--precision", choices=("fp32", "tf32", "bf16"), default="fp32", help="precision to run in (default: fp32)"
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="precision to run in (default: fp32)")
     parser.add_argument("--all", action="store_true", help="print every array with its error")
     add_json(parser)
     parser.set_defaults(command=_verify)

@@ -229,7 +229,7 @@ class SeparateEnvironments(Environments):
         self.state[...] = self.current
         self.actions[...] = actions
         taken = self.spaces.taken(self.actions)
-        begun = None
+        begun: list[tuple[int, Any]] = []
         for i, env in enumerate(self._held):
             observation, reward, terminated, truncated, _ = env.step(taken[i])
             put(rows[i], observation)
@@ -241,10 +241,9 @@ class SeparateEnvironments(Environments):
             lengths[i] += 1
             if terminated or truncated:
                 self._finish(i)
-                begun = begun or []
                 begun.append((i, env.reset()[0]))
         self._current[...] = self._next
-        for i, observation in begun or ():
+        for i, observation in begun:
             put(self._current[i], observation)
 
     def close(self) -> None:
