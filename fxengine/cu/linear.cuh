@@ -12,6 +12,7 @@
 //     T::Sums                   what a thread holds of the sums; starts as zeros
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
+//     T::PACKED                 whether B is packed weights (pack.cuh), INNER in either kernel
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
 //                               threads ask for alike; with SUM (A not inner, count <= 1) also the row sums of A. It
@@ -122,7 +123,8 @@ struct LinearSource {
     __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
 };
 
-// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic.
+// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic. Packed weights want their rows
+// from a multiple of 1,024 on.
 template <class T>
 __device__ __forceinline__ float* fx_linear_shared() {
     if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
@@ -130,7 +132,9 @@ __device__ __forceinline__ float* fx_linear_shared() {
         return reinterpret_cast<float*>(shared);
     } else {
         FX_DYN_SHARED(float4, shared);
-        return reinterpret_cast<float*>(shared);
+        u64 address = reinterpret_cast<u64>(shared);
+        if (T::PACKED) address = (address + 1023) & ~1023ull;
+        return reinterpret_cast<float*>(address);
     }
 }
 
@@ -402,6 +406,7 @@ struct LinearTile {
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
     static constexpr bool BY_ROWS = GROUPS > 1;
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
+    static constexpr bool PACKED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
     static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");

@@ -12,7 +12,7 @@ struct LinearDx {
     int first_tile;
     int tiles;
     const float* dy[16];     // of each source: [m, n]
-    const float* w[16];      // [n, k]
+    const float* w[16];      // [n, k]; for tiles that want it packed (pack.cuh) its transpose
     const float* scale[16];  // one float, null for 1
     int lddy[16];            // elements from one row to the next
     int ldw[16];
@@ -40,9 +40,11 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const LinearCornerAgain<T> corner(r.k, tile);
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
         const int lddy = r.lddy[i];
+        const int ldw = r.ldw[i];
         const LinearCorner<T> at = corner();
         return LinearSource{{fx_global(r.dy[i]) + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
-                            {fx_global(r.w[i]) + at.column, r.ldw[i], r.k - at.column},
+                            {fx_global(r.w[i]) + (T::PACKED ? static_cast<long long>(at.column) * ldw : at.column), ldw,
+                             r.k - at.column},
                             r.n[i],
                             r.scale[i]};
     };

@@ -10,7 +10,7 @@ struct LinearForward {
     int tiles;
     const float* x;   // [m, k]
     const float* x2;  // [m, k2], null if k2 is 0
-    const float* w;   // [n, k + k2]
+    const float* w;   // [n, k + k2]; for tiles that want it packed (pack.cuh)
     const float* b;   // [n] or null
     float* y;         // [m, n]
     int ldx;          // elements from one row to the next
@@ -39,7 +39,8 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         const LinearCorner<T> at = corner();
         const int ldx = i ? r.ldx2 : r.ldx;
         const float* x = fx_global(i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
-        const float* w = fx_global(r.w) + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+        const float* w = fx_global(r.w) + static_cast<long long>(at.column) * r.ldw;
+        if (i) w += T::PACKED ? (r.k + 15) & ~15 : r.k;
         return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
     float bias[T::WIDTH] = {};  // of the thread's columns

@@ -26,6 +26,8 @@ __all__ = [
 # Lambdas inside kernels carry no execution space, and NVRTC 13.0 takes such functions for host functions.
 BASE_OPTIONS = ("--std=c++17", "-DFX_DEVICE=1", "-lineinfo", "--fmad=true", "--device-as-default-execution-space")
 _BUNDLED_SINCE = (13, 3)
+# Architectures compiled with their own instructions (wgmma): a cubin runs on exactly its architecture anyway.
+_SPECIFIC = {"sm_90": "sm_90a"}
 _ERROR_LINE = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
 _CONTEXT = 2
 
@@ -116,7 +118,7 @@ def _options(source: KernelSource, arch: str, extra: Sequence[str]) -> list[str]
             "For a newer GPU install a newer nvidia-cuda-nvrtc.",
             source=source.name,
         )
-    return [*BASE_OPTIONS, f"--gpu-architecture={arch}", *_header_options(source), *extra]
+    return [*BASE_OPTIONS, f"--gpu-architecture={_SPECIFIC.get(arch, arch)}", *_header_options(source), *extra]
 
 
 def _header_options(source: KernelSource) -> list[str]:

@@ -7,7 +7,7 @@ places and its records their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -224,6 +224,7 @@ class Program:
     precision: str = "fp32"
     storages: dict[str, Storage] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    _derived: dict[tuple[Hashable, ...], tuple[Storage, Tensor]] = field(default_factory=dict)
 
     def tensor(
         self,
@@ -282,8 +283,18 @@ class Program:
         for storage in touched:
             if self.storages.get(storage.name) is not storage:
                 raise ProgramError(f"'{label}': tensor '{storage.name}' belongs to another program")
+        written = {t.storage for t in record.writes}
+        self._derived = {key: kept for key, kept in self._derived.items() if kept[0] not in written}
         self.launches.append(record)
         return record
+
+    def derived(self, source: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What records of this program have made of a tensor: `make` is called where there is none of this kind, or the
+        tensor was written since."""
+        key = (kind, source.storage, source.offset, source.shape, source.ld)
+        if key not in self._derived:
+            self._derived[key] = source.storage, make()
+        return self._derived[key][1]
 
     def _add(self, storage: Storage) -> Storage:
         if storage.name in self.storages:

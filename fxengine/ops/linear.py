@@ -32,7 +32,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
 from fxengine.ops.checks import describe, separate
-from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile
+from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_warpgroups
+from fxengine.ops.pack import packed, packed_transpose
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -65,7 +66,7 @@ def _families(
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
         return Family(
             f"{stem}_{name}",
-            source=f"{stem}.cu",
+            source=f"linear_{kind}_warpgroup.cu" if tile.packed else f"{stem}.cu",
             kernel=f"fx_{stem}_{name}",
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
@@ -75,7 +76,10 @@ def _families(
             early=early,
         )
 
-    return {mode: {name: family(mode, name, tile) for name, tile in of.items()} for mode, of in TILES.items()}
+    return {
+        mode: {name: family(mode, name, tile) for name, tile in of.items() if kind != "dw" or not tile.packed}
+        for mode, of in TILES.items()
+    }
 
 
 #: Kernel families by precision and tile name. Weight gradients are late: only the optimizer waits for them.
@@ -124,6 +128,10 @@ def forward(
     if accumulate and code:
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
+    mode = _precision(label, precision or program.precision, program.target)
+    name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
+    if TILES[mode][name].packed:
+        w = packed(program, w, k2=k - x1.shape[1])
     fields = {
         **_operand("x", x1),
         **_operand("x2", x2),
@@ -137,8 +145,6 @@ def forward(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, program.target, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
 
@@ -198,6 +204,12 @@ def backward_dx(
     _expect(label, "x", x, (m, k), f"dx is {describe(dx)}")
     if not code:
         x = None
+    mode = _precision(label, precision or program.precision, program.target)
+    name = _tile(label, program.target, DX, mode, tile) or choose_tile(
+        program.target, m, k, sum(widths), kind="dx", precision=mode
+    )
+    if TILES[mode][name].packed:
+        sources = [(dy_i, packed_transpose(program, w_i), scale_i) for dy_i, w_i, scale_i in sources]
     fields = {
         "dy": [dy_i for dy_i, _, _ in sources],
         "w": [w_i for _, w_i, _ in sources],
@@ -213,10 +225,6 @@ def backward_dx(
         "activation": code,
         "accumulate": int(accumulate),
     }
-    mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, program.target, mode, tile) or choose_tile(
-        program.target, m, k, sum(widths), kind="dx", precision=mode
-    )
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
 
@@ -248,7 +256,7 @@ def backward_dw(
         accumulate: add to dw and db instead of overwriting them.
         label: name of the record (default: dw's name).
         precision: of the product, if not the program's.
-        tile: a key of `TILES[program.precision]` (default: `choose_dw`).
+        tile: a key of `DW[program.precision]` (default: `choose_dw`).
         slices: number of slices (default: `choose_dw`).
 
     Raises:
@@ -263,7 +271,8 @@ def backward_dw(
     separate(f"linear '{label}'", "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
-    name, wanted = choose_dw(program.target, n, columns, m, _tile(label, program.target, mode, tile), precision=mode)
+    fixed = _tile(label, program.target, DW, mode, tile)
+    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode)
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
@@ -447,14 +456,21 @@ def _precision(label: str, mode: str, target: Target) -> str:
     return mode
 
 
-def _tile(label: str, target: Target, mode: str, tile: str | None) -> str | None:
-    if tile is not None and tile not in TILES[mode]:
-        raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(TILES[mode])} in {mode}")
-    if tile is not None and (needed := TILES[mode][tile].shared) > target.shared_memory_optin:
+def _tile(
+    label: str, target: Target, kind: Mapping[str, Mapping[str, Family]], mode: str, tile: str | None
+) -> str | None:
+    if tile is None:
+        return None
+    families = kind[mode]
+    if tile not in families:
+        raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(families)} in {mode}")
+    if (needed := families[tile].shared) > target.shared_memory_optin:
         raise ProgramError(
             f"linear '{label}': a block of tile {tile!r} takes {needed} bytes of shared memory, "
             f"the device has {target.shared_memory_optin}; choose a smaller tile"
         )
+    if tile.startswith("w") and target.kind == "cuda" and not has_warpgroups(target):
+        raise ProgramError(f"linear '{label}': tile {tile!r} needs the warpgroups of sm_90, not {target.arch}")
     return tile
 
 

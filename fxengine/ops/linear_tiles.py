@@ -30,17 +30,19 @@ class Tile:
         columns: width in outputs.
         depth: elements of the sum per step of the block.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
+        packed: it reads packed weights (`ops.pack`) by warpgroups, which sm_90 alone has; not for weight gradients.
     """
 
     rows: int
     columns: int
     depth: int
     stages: int = 0
+    packed: bool = False
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory of a block."""
-        return 4 * self.stages * self.depth * (self.rows + self.columns)
+        """Bytes of dynamic shared memory of a block; packed weights are aligned in it."""
+        return 4 * self.stages * self.depth * (self.rows + self.columns) + 1024 * self.packed
 
     def count(self, rows: int, *columns: int) -> int:
         """Blocks for `rows` x each of `columns` (parts that may not share a tile)."""
@@ -55,6 +57,12 @@ _TENSOR_TILES = {
     "16x32": Tile(16, 32, 128),
     "16x16": Tile(16, 16, 128),
 }
+_WARPGROUP_TILES = {
+    "w128x128": Tile(128, 128, 32, stages=3, packed=True),
+    "w128x64": Tile(128, 64, 32, stages=3, packed=True),
+    "w64x128": Tile(64, 128, 32, stages=3, packed=True),
+    "w64x64": Tile(64, 64, 32, stages=4, packed=True),
+}
 #: The tile shapes that the kernels exist for, by precision and name.
 TILES: dict[str, dict[str, Tile]] = {
     "fp32": {
@@ -64,7 +72,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "16x32": Tile(16, 32, 64),
         "16x16": Tile(16, 16, 128),
     },
-    "tf32": _TENSOR_TILES,
+    "tf32": {**_TENSOR_TILES, **_WARPGROUP_TILES},
     "bf16": _TENSOR_TILES,
 }
 
@@ -105,6 +113,10 @@ _TENSOR = {
         "32x32": Cost(2700, 5.5, 1370, 4.3),
         "16x32": Cost(2280, 4.0, 1110, 3.7),
         "16x16": Cost(2220, 2.9, 800, 2.3),
+        "w128x128": Cost(5400, 20, 5000, 8),
+        "w128x64": Cost(4900, 15, 3000, 6),
+        "w64x128": Cost(4900, 15, 3000, 6),
+        "w64x64": Cost(4500, 12, 1700, 4),
     },
     "dx": {
         "128x128": Cost(11400, 49, 7900, 25),
@@ -113,6 +125,10 @@ _TENSOR = {
         "32x32": Cost(3030, 6.0, 1580, 5.2),
         "16x32": Cost(2530, 4.3, 1380, 4.7),
         "16x16": Cost(2590, 2.8, 1100, 2.6),
+        "w128x128": Cost(5400, 20, 5000, 8),
+        "w128x64": Cost(4900, 15, 3000, 6),
+        "w64x128": Cost(4900, 15, 3000, 6),
+        "w64x64": Cost(4500, 12, 1700, 4),
     },
     "dw": {
         "128x128": Cost(5400, 79, 0, 24),
@@ -143,7 +159,16 @@ def choose_tile(
 def _costs(target: Target, precision: str, kind: str) -> dict[str, tuple[Tile, Cost]]:
     """Tiles whose blocks find room on the device, with their costs."""
     costs = _FP32 if precision == "fp32" else _TENSOR[kind]
-    return {n: (t, costs[n]) for n, t in TILES[precision].items() if t.shared <= target.shared_memory_optin}
+    return {
+        name: (tile, costs[name])
+        for name, tile in TILES[precision].items()
+        if name in costs and tile.shared <= target.shared_memory_optin and (not tile.packed or has_warpgroups(target))
+    }
+
+
+def has_warpgroups(target: Target) -> bool:
+    """Whether the device has the instructions of the packed tiles."""
+    return target.arch in ("sm_90", "sm_90a")
 
 
 def choose_dw(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from fxengine.driver import Device
 from fxengine.graphs import Plan, Tensor
 from fxengine.ops import linear
-from tests.ops.test_linear import TILES, Array, Bench, read
+from tests.ops.test_linear import TILES, Array, Bench, dw_tile, read
 
 TENSOR_TILES = [case for case in TILES if case[0] != "fp32"]
 
@@ -53,7 +53,7 @@ def test_what_is_not_finite_stays_so(device: Device, precision: str, tile: str) 
     results = [bench.result(len(bits), 1), bench.result(1, len(bits)), bench.result(len(bits), 1)]
     linear.forward(bench.program, column, one, None, results[0], tile=tile)
     linear.backward_dx(bench.program, one, row, results[1], tile=tile)
-    linear.backward_dw(bench.program, row, one, results[2], tile=tile)
+    linear.backward_dw(bench.program, row, one, results[2], tile=dw_tile(tile))
     with bench.run() as plan:
         for result in results:
             got = read(plan, result).ravel()
@@ -74,8 +74,8 @@ def test_operands_are_rounded_to_nearest(device: Device, precision: str, tile: s
     linear.forward(bench.program, one, column, None, across[0], tile=tile)
     linear.backward_dx(bench.program, column, one, down[1], tile=tile)
     linear.backward_dx(bench.program, one, row, across[1], tile=tile)
-    linear.backward_dw(bench.program, row, one, down[2], tile=tile)
-    linear.backward_dw(bench.program, row, one, down[3], tile=tile, slices=2)
+    linear.backward_dw(bench.program, row, one, down[2], tile=dw_tile(tile))
+    linear.backward_dw(bench.program, row, one, down[3], tile=dw_tile(tile), slices=2)
     expected = VALUES.astype(np.float64) if precision == "fp32" else nearest(VALUES, precision)
     with bench.run() as plan:
         for result in (*down, *across):
@@ -95,7 +95,7 @@ def test_biases_and_what_is_added_to_stay_exact(device: Device, precision: str, 
     linear.forward(bench.program, zeros, square, bench.vector(fine), y, tile=tile)
     linear.forward(bench.program, zeros, square, None, added, accumulate=True, tile=tile)
     linear.backward_dx(bench.program, zeros, square, dx, accumulate=True, tile=tile)
-    linear.backward_dw(bench.program, bench.matrix(np.stack([fine, 0 * fine])), zeros, dw, db, tile=tile)
+    linear.backward_dw(bench.program, bench.matrix(np.stack([fine, 0 * fine])), zeros, dw, db, tile=dw_tile(tile))
     with bench.run() as plan:
         np.testing.assert_array_equal(read(plan, y), np.stack([fine, fine]))
         np.testing.assert_array_equal(read(plan, added), before)

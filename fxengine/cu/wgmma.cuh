@@ -1,0 +1,84 @@
+// Tensor-core products of a warpgroup: four consecutive warps of a block, the first of which has a number divisible by
+// 4 (PTX wgmma.mma_async; sm_90 alone). tf32 with float32 sums.
+//
+// A [64 rows, 32 k] is in registers: warp w of the group has the rows from 16 w on as fragments of mma.cuh. B [N rows,
+// 32 k] is in shared memory, where the instruction reads it itself and drops what is below tf32: who wrote it has
+// rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
+// in place c ^ (r & 7). The sums [64, N] are fragments too.
+#pragma once
+#include "copy_async.cuh"
+#include "mma.cuh"
+
+#if !FX_DEVICE || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FX_HAS_WARPGROUPS 1
+#else
+#define FX_HAS_WARPGROUPS 0
+#endif
+
+// What this thread has copied to shared memory becomes visible to the warpgroups' instructions, once a barrier has told
+// them of it.
+__device__ __forceinline__ void fx_warpgroup_publish() {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+#define FX_SUMS_8(j)                                                                                    \
+    "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3]), "+f"(sums[j + 1][0]),       \
+        "+f"(sums[j + 1][1]), "+f"(sums[j + 1][2]), "+f"(sums[j + 1][3])
+#define FX_SUMS_32(j) FX_SUMS_8(j), FX_SUMS_8(j + 2), FX_SUMS_8(j + 4), FX_SUMS_8(j + 6)
+#define FX_STEP_OF_A(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
+#define FX_OPERANDS                                                                                        \
+    FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), "l"(from), "l"(from + 2), "l"(from + 4), \
+        "l"(from + 6)
+#define FX_WGMMA(SHAPE, SUMS, A, B) \
+    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
+#define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
+#define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n}"
+#define FX_SUMS_OF_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FX_SUMS_OF_128 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#endif
+
+// sums += A . B^T. All four warps of the group take part. Returns when the product is made.
+template <int N>
+__device__ __forceinline__ void fx_warpgroup_mma(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b) {
+    static_assert(N == 64 || N == 128, "columns of the instruction");
+#if !FX_DEVICE
+    const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+    unsigned words[N / 8][4][2];
+    for (int j = 0; j < N / 8; ++j) {
+        for (int s = 0; s < 4; ++s) {
+            for (int half = 0; half < 2; ++half) {
+                words[j][s][half] = reinterpret_cast<const unsigned*>(b)[(8 * j + g) * 32 + ((2 * s + half) ^ g) * 4 + t];
+            }
+        }
+    }
+    fx_mma<1, 4, 1>(reinterpret_cast<float(&)[1][N / 8][4]>(sums),
+                    reinterpret_cast<const unsigned(&)[1][4][4]>(a), words);
+#elif FX_HAS_WARPGROUPS
+    // The descriptor of B: its address, rows in groups of 8 x 128 bytes, chunks exchanged within each group.
+    const u64 from = static_cast<u64>((b & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    if constexpr (N == 64) {
+        asm volatile(FX_WGMMA_BEGIN
+            FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%32, %33, %34, %35", "%48")
+            FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%36, %37, %38, %39", "%49")
+            FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%40, %41, %42, %43", "%50")
+            FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%44, %45, %46, %47", "%51")
+            FX_WGMMA_END : FX_SUMS_32(0) : FX_OPERANDS : "memory");
+    }     else {
+        asm volatile(FX_WGMMA_BEGIN
+            FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%64, %65, %66, %67", "%80")
+            FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%68, %69, %70, %71", "%81")
+            FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%72, %73, %74, %75", "%82")
+            FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%76, %77, %78, %79", "%83")
+            FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8) : FX_OPERANDS : "memory");
+    }
+#endif
+}
