@@ -110,9 +110,22 @@ __device__ __forceinline__ float fx_expm1(float x) {
     return fmaf(power, fmaf(p, f * f, f), power - 1.0f);
 }
 
+// The same to 2^-23 of 1, for what follows a product of rounded operands: a quarter of the instructions.
+__device__ __forceinline__ float fx_expm1_fast(float x) {
+#if FX_DEVICE
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
+    return power - 1.0f;
+#else
+    return exp2f(x * 1.44269504f) - 1.0f;
+#endif
+}
+
+// FAST: see fx_expm1_fast.
+template <bool FAST = false>
 __device__ __forceinline__ float fx_activate(int kind, float x) {
     if (kind == FX_ELU) {
-        const float below = fx_expm1(x);
+        const float below = FAST ? fx_expm1_fast(x) : fx_expm1(x);
         return x > 0.0f ? x : below;
     }
     if (kind == FX_RELU) return x <= 0.0f ? 0.0f : x;  // NaN passes

@@ -13,6 +13,7 @@
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::PACKED                 whether B is packed weights (pack.cuh), INNER in either kernel
+//     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
 //                               threads ask for alike; with SUM (A not inner, count <= 1) also the row sums of A. It
@@ -407,6 +408,7 @@ struct LinearTile {
     static constexpr bool BY_ROWS = GROUPS > 1;
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
     static constexpr bool PACKED = false;
+    static constexpr bool ROUNDED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");
     static_assert(SHARED * 4 <= 48 * 1024, "static shared memory");

@@ -15,7 +15,7 @@ struct LinearDx {
     const float* w[16];      // [n, k]; for tiles that want it packed (pack.cuh) its transpose
     const float* scale[16];  // one float, null for 1
     int lddy[16];            // elements from one row to the next
-    int ldw[16];
+    int ldw[16];             // if packed: its rows, with what pads them
     int n[16];
     int sources;
     int m;
@@ -43,8 +43,7 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
         const int ldw = r.ldw[i];
         const LinearCorner<T> at = corner();
         return LinearSource{{fx_global(r.dy[i]) + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
-                            {fx_global(r.w[i]) + (T::PACKED ? static_cast<long long>(at.column) * ldw : at.column), ldw,
-                             r.k - at.column},
+                            {fx_global(r.w[i]) + (T::PACKED ? 32 * at.column : at.column), ldw, r.k - at.column},
                             r.n[i],
                             r.scale[i]};
     };
@@ -66,35 +65,36 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     T::template add<false, true, false>(sums, r.sources, source, shared, ready);
     const bool any = __any_sync(0xffffffffu, factor != 0.0f);
     const LinearCorner<T> at = corner();
-    const int m0 = at.row, k0 = at.column;
-    const bool quads = fx_quads(r.dx, r.lddx);
-    const bool quads_x = fx_quads(r.x, r.ldx);
-    const auto exist = [&](int row, int column) { return m0 + row < r.m ? r.k - k0 - column : 0; };
+    // Out of the record, which would be read again after every store.
+    const int rows = r.m - at.row, columns = r.k - at.column, lddx = r.lddx, ldx = r.ldx, activation = r.activation;
+    const bool accumulate = r.accumulate != 0, quads = fx_quads(r.dx, lddx), quads_x = fx_quads(r.x, ldx);
+    float* const dx = fx_global(r.dx) + static_cast<long long>(at.row) * lddx + at.column;
+    const float* const input = fx_global(r.x) + static_cast<long long>(at.row) * ldx + at.column;
+    const auto exist = [&](int row, int column) { return row < rows ? columns - column : 0; };
     const auto fetch = [&](int row, int column, auto& output) {  // of the activation
         if constexpr (T::SINGLE) {
             FX_UNROLL
             for (int e = 0; e < T::WIDTH; ++e) output[e] = x[e];
         } else if (any) {
-            const float* from = fx_global(r.x) + static_cast<long long>(m0 + row) * r.ldx + k0 + column;
-            fx_load(output, from, exist(row, column), quads_x);
+            fx_load(output, input + static_cast<long long>(row) * ldx + column, exist(row, column), quads_x);
         }
     };
     T::template outputs<4>(sums, shared, fetch, [&](int row, int column, auto& v, const auto& output) {
         constexpr int W = sizeof(v) / sizeof(float);
         const int left = exist(row, column);
-        float* dx = fx_global(r.dx) + static_cast<long long>(m0 + row) * r.lddx + k0 + column;
+        float* const to = dx + static_cast<long long>(row) * lddx + column;
         if (any) {  // without a source, or without an activation, there is no slope: 0 stays 0 even where x is NaN
-            if (r.activation == FX_ELU) fx_slope_run<FX_ELU>(v, output);
-            if (r.activation == FX_RELU) fx_slope_run<FX_RELU>(v, output);
-            if (r.activation == FX_TANH) fx_slope_run<FX_TANH>(v, output);
+            if (activation == FX_ELU) fx_slope_run<FX_ELU>(v, output);
+            if (activation == FX_RELU) fx_slope_run<FX_RELU>(v, output);
+            if (activation == FX_TANH) fx_slope_run<FX_TANH>(v, output);
         }
-        if (r.accumulate) {
+        if (accumulate) {
             float before[W];
-            fx_load(before, dx, left, quads);
+            fx_load(before, to, left, quads);
             FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += before[e];
         }
-        fx_store(dx, v, left, quads);
+        fx_store(to, v, left, quads);
     });
 }
 

@@ -15,7 +15,7 @@ struct LinearForward {
     float* y;         // [m, n]
     int ldx;          // elements from one row to the next
     int ldx2;
-    int ldw;
+    int ldw;          // if packed: its rows, with what pads them
     int ldy;
     int m;
     int n;
@@ -25,10 +25,10 @@ struct LinearForward {
     int accumulate;
 };
 
-template <int KIND, int W>
+template <int KIND, bool FAST, int W>
 __device__ __forceinline__ void fx_activate_run(float (&v)[W]) {
     FX_UNROLL
-    for (int e = 0; e < W; ++e) v[e] = fx_activate(KIND, v[e]);
+    for (int e = 0; e < W; ++e) v[e] = fx_activate<FAST>(KIND, v[e]);
 }
 
 template <class T>
@@ -39,8 +39,12 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         const LinearCorner<T> at = corner();
         const int ldx = i ? r.ldx2 : r.ldx;
         const float* x = fx_global(i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
-        const float* w = fx_global(r.w) + static_cast<long long>(at.column) * r.ldw;
-        if (i) w += T::PACKED ? (r.k + 15) & ~15 : r.k;
+        const float* w = fx_global(r.w);
+        if constexpr (T::PACKED) {
+            w += 32 * (static_cast<long long>(i ? (r.k + 31) / 32 : 0) * r.ldw + at.column);
+        } else {
+            w += static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+        }
         return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
     float bias[T::WIDTH] = {};  // of the thread's columns
@@ -48,6 +52,14 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
         const int column = corner().column + LinearRun<T>().column;
         if (r.b) fx_load(bias, fx_global(r.b) + column, r.n - column, false);
     };
+    __shared__ float4 bias_quads[T::BY_ROWS ? 1 : T::BN / 4];  // of the tile's columns; the product begins with a barrier
+    float* const biases = reinterpret_cast<float*>(bias_quads);
+    if constexpr (!T::BY_ROWS) {
+        for (int i = static_cast<int>(threadIdx.x); i < T::BN; i += T::THREADS) {
+            const int column = corner().column + i;
+            biases[i] = r.b && column < r.n ? fx_global(r.b)[column] : 0.0f;
+        }
+    }
     if constexpr (T::SINGLE) fetch_bias();
     const auto ready = [&] {
         fx_wait();
@@ -56,29 +68,27 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared, ready);
     if constexpr (T::BY_ROWS && !T::SINGLE) fetch_bias();  // before, it would cost registers that the product needs
     const LinearCorner<T> at = corner();
-    const int m0 = at.row, n0 = at.column;
-    const bool quads = fx_quads(r.y, r.ldy);
-    const auto place = [&](int row, int column) {
-        return fx_global(r.y) + static_cast<long long>(m0 + row) * r.ldy + n0 + column;
-    };
-    const auto exist = [&](int row, int column) { return m0 + row < r.m ? r.n - n0 - column : 0; };
+    // Out of the record, which would be read again after every store.
+    const int rows = r.m - at.row, columns = r.n - at.column, ldy = r.ldy, activation = r.activation;
+    const bool accumulate = r.accumulate != 0, quads = fx_quads(r.y, ldy);
+    float* const y = fx_global(r.y) + static_cast<long long>(at.row) * ldy + at.column;
+    const auto place = [&](int row, int column) { return y + static_cast<long long>(row) * ldy + column; };
+    const auto exist = [&](int row, int column) { return row < rows ? columns - column : 0; };
     const auto fetch = [&](int row, int column, auto& before) {
-        if (r.accumulate) fx_load(before, place(row, column), exist(row, column), quads);
+        if (accumulate) fx_load(before, place(row, column), exist(row, column), quads);
     };
     T::template outputs<2>(sums, shared, fetch, [&](int row, int column, auto& v, const auto& before) {
         constexpr int W = sizeof(v) / sizeof(float);
-        if constexpr (!T::BY_ROWS) {
-            if (r.b) fx_load(bias, fx_global(r.b) + n0 + column, r.n - n0 - column, false);
-        }
+        if constexpr (!T::BY_ROWS) fx_load(bias, biases + column, W, true);
         FX_UNROLL
         for (int e = 0; e < W; ++e) v[e] += bias[e];
-        if (r.accumulate) {
+        if (accumulate) {
             FX_UNROLL
             for (int e = 0; e < W; ++e) v[e] += before[e];
         }
-        if (r.activation == FX_ELU) fx_activate_run<FX_ELU>(v);
-        if (r.activation == FX_RELU) fx_activate_run<FX_RELU>(v);
-        if (r.activation == FX_TANH) fx_activate_run<FX_TANH>(v);
+        if (activation == FX_ELU) fx_activate_run<FX_ELU, T::ROUNDED>(v);
+        if (activation == FX_RELU) fx_activate_run<FX_RELU, T::ROUNDED>(v);
+        if (activation == FX_TANH) fx_activate_run<FX_TANH, T::ROUNDED>(v);
         fx_store(place(row, column), v, exist(row, column), quads);
     });
 }

@@ -8,18 +8,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_forward_tf32_w128
     fx_linear_forward<WarpgroupTile<128, 128, 3>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_forward_tf32_w128x64(
-    const LinearForward* table, int count) {
-    fx_linear_forward<WarpgroupTile<128, 64, 3>>(table, count);
-}
-
 extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_forward_tf32_w64x128(
     const LinearForward* table, int count) {
     fx_linear_forward<WarpgroupTile<64, 128, 3>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_forward_tf32_w64x64(
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_forward_tf32_w64x64(
     const LinearForward* table, int count) {
-    fx_linear_forward<WarpgroupTile<64, 64, 4>>(table, count);
+    fx_linear_forward<WarpgroupTile<64, 64, 3>>(table, count);
 }
 #endif

@@ -11,19 +11,8 @@
 #include "copy_async.cuh"
 #include "linear_fragments.cuh"
 
-// How an operand of R rows lies in a stage: the float of its first chunk that a thread whose first row and k are given
-// copies, and of the chunk `step` rows (INNER) or k further.
-template <int R, bool INNER>
-struct LinearStage {
-    static constexpr int place(int row, int k, int step) {
-        if (INNER) return (row + step) * 32 + (k ^ (row & 2) * 8);
-        const int first = k * R + (row ^ (k >> 2 & 3) * 8);
-        return (first ^ (step >> 2 & 3) * 8) + step * R;
-    }
-};
-
 // R rows of one operand, copied stage after stage: a thread copies UNITS chunks of each, at equal distances.
-template <int R, bool INNER, int THREADS, class Stage = LinearStage<R, INNER>>
+template <int R, bool INNER, int THREADS>
 struct LinearStaged {
     static constexpr int BK = 32;
     static constexpr int UNITS = R * BK / (4 * THREADS);
@@ -54,20 +43,17 @@ struct LinearStaged {
     }
 
     // Where in a stage it puts unit u, in bytes.
-    static __device__ __forceinline__ int place(int u) { return 4 * Stage::place(row(), k(), u * STEP); }
+    static __device__ __forceinline__ int place(int u) {
+        const int first = INNER ? row() * BK + (k() ^ (row() & 2) * 8) : k() * R + (row() ^ (k() >> 2 & 3) * 8);
+        return 4 * ((INNER ? first : first ^ (u * STEP >> 2 & 3) * 8) + u * STEP * (INNER ? BK : R));
+    }
 
     // Copies the next stage, of which k_left values of k exist; what does not exist is 0.
     __device__ __forceinline__ void fetch(FxShared stage, int k_left) {
-        if (full && k_left >= BK) {  // the same for all threads: no conditions on single copies
+        if (full && quads && k_left >= BK) {  // the same for all threads: no conditions on single copies
             FX_UNROLL
             for (int u = 0; u < UNITS; ++u) {
-                const float* from = next + static_cast<long long>(u * STEP) * ld;
-                if (quads) {
-                    fx_copy_quad(stage + place(u), from);
-                } else {
-                    FX_UNROLL
-                    for (int e = 0; e < 4; ++e) fx_copy_word(stage + place(u) + 4 * e, from + e, true);
-                }
+                fx_copy_quad(stage + place(u), next + static_cast<long long>(u * STEP) * ld);
             }
         } else {
             fetch_part(stage, k_left - k());
@@ -127,73 +113,7 @@ struct LinearLane {
     }
 };
 
-// Calls multiply(stage, scale) for the stages of the sources, each when it has arrived and later ones are on their way.
-// SUM: B is no weight and must not be read before ready(). SCALED: sources may have scales.
-template <class T, class A, class B, bool SUM, bool SCALED, class Source, class Ready, class Multiply>
-__device__ __forceinline__ void fx_linear_stages(int count, Source source, FxShared stages, Ready ready,
-                                                 Multiply multiply) {
-    constexpr int AHEAD = T::STAGES - 1;
-    A a;
-    B b;
-    int depth = 0;  // what is left of the source that a and b read
-    int begun = 0;  // sources
-    float factor = 1.0f;  // of the source that a and b read
-    int early = 0;  // stages whose B is under way already
-    float scale[T::STAGES] = {};  // of the stages under way, the one to be used first
-    if constexpr (!SUM) {
-        if (count > 0) {
-            const LinearSource first = source(0);
-            b = B(first.b);
-#pragma unroll 1
-            for (; first.scale == nullptr && early < AHEAD && early * T::BK < first.depth; ++early) {
-                b.fetch(stages + early * T::STAGE + T::PART_A, T::depth_b(first.depth - early * T::BK));
-            }
-        }
-    }
-    ready();
-    int left = 0;            // stages under way
-    int use = 0, fill = 0;   // where the next stage to be used, and to be filled, begins
-#pragma unroll 1
-    for (int n = -AHEAD; n < 0 || left > 0; ++n) {
-        if (n >= 0) {
-            fx_copy_wait<AHEAD - 1>();
-            T::arrived();
-            __syncthreads();
-        }
-        depth -= T::BK;
-        while (depth <= 0 && begun < count) {
-            const LinearSource s = source(begun++);
-            factor = s.factor();
-            depth = factor != 0.0f ? s.depth : 0;
-            a = A(s.a);
-            b = B(s.b);
-        }
-        if (depth > 0) {
-            a.fetch(stages + fill, depth);
-            if (n + AHEAD < early) {
-                b.skip();
-            } else {
-                b.fetch(stages + fill + T::PART_A, T::depth_b(depth));
-            }
-            ++left;
-        }
-        fx_copy_commit();
-        fill = fill < AHEAD * T::STAGE ? fill + T::STAGE : 0;
-        if constexpr (SCALED) {
-            FX_UNROLL
-            for (int i = 0; i < AHEAD; ++i) scale[i] = scale[i + 1];
-            scale[AHEAD] = factor;
-        }
-        if (n < 0) continue;
-        multiply(stages + use, scale[0]);
-        use = use < AHEAD * T::STAGE ? use + T::STAGE : 0;
-        --left;
-    }
-    fx_copy_wait<0>();
-    __syncthreads();
-}
-
-template <int WORD, int BM_, int BN_, int WM, int WN, int STAGES_>
+template <int WORD, int BM_, int BN_, int WM, int WN, int STAGES>
 struct StagedTile {
     static constexpr int BM = BM_;
     static constexpr int BN = BN_;
@@ -203,12 +123,13 @@ struct StagedTile {
     static constexpr int GROUPS = 1;
     static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
     static constexpr int PART_A = 4 * BK * BM;         // of them before B
-    static constexpr int STAGES = STAGES_;
     static constexpr int SHARED = STAGES * STAGE / 4;
     static constexpr int WIDTH = 4;
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
     static constexpr bool PACKED = false;
+    static constexpr bool ROUNDED = true;
+    static constexpr int AHEAD = STAGES - 1;
     static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");
 
     struct Sums {
@@ -224,23 +145,73 @@ struct StagedTile {
         }
     };
 
-    // How many values of k of B a stage reads where A has so many, and what a thread does when its copies have arrived.
-    static __device__ __forceinline__ int depth_b(int depth) { return depth; }
-    static __device__ __forceinline__ void arrived() {}
-
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
         constexpr bool SCALED = A_INNER && !B_INNER;  // others have no scales
+        typedef LinearStaged<BM, A_INNER, THREADS> A;
+        typedef LinearStaged<BN, B_INNER, THREADS> B;
+        const FxShared stages = fx_shared(shared);
+        A a;
+        B b;
+        int depth = 0;  // what is left of the source that a and b read
+        int begun = 0;  // sources
+        float factor = 1.0f;  // of the source that a and b read
+        int early = 0;  // stages whose B is under way already
+        float scale[STAGES] = {};  // of the stages under way, the one to be used first
+        if constexpr (!SUM) {
+            if (count > 0) {
+                const LinearSource first = source(0);
+                b = B(first.b);
+#pragma unroll 1
+                for (; first.scale == nullptr && early < AHEAD && early * BK < first.depth; ++early) {
+                    b.fetch(stages + early * STAGE + PART_A, first.depth - early * BK);
+                }
+            }
+        }
+        ready();
         const Place at;
         const LinearLane<BM, A_INNER> rows(at.row);
         const LinearLane<BN, B_INNER> columns(at.column);
-        const auto multiply = [&](FxShared stage, float scale) {
+        int left = 0;            // stages under way
+        int use = 0, fill = 0;   // where the next stage to be used, and to be filled, begins
+#pragma unroll 1
+        for (int n = -AHEAD; n < 0 || left > 0; ++n) {
+            if (n >= 0) {
+                fx_copy_wait<AHEAD - 1>();
+                __syncthreads();
+            }
+            depth -= BK;
+            while (depth <= 0 && begun < count) {
+                const LinearSource s = source(begun++);
+                factor = s.factor();
+                depth = factor != 0.0f ? s.depth : 0;
+                a = A(s.a);
+                b = B(s.b);
+            }
+            if (depth > 0) {
+                a.fetch(stages + fill, depth);
+                if (n + AHEAD < early) {
+                    b.skip();
+                } else {
+                    b.fetch(stages + fill + PART_A, depth);
+                }
+                ++left;
+            }
+            fx_copy_commit();
+            fill = fill < AHEAD * STAGE ? fill + STAGE : 0;
+            if constexpr (SCALED) {
+                FX_UNROLL
+                for (int i = 0; i < AHEAD; ++i) scale[i] = scale[i + 1];
+                scale[AHEAD] = factor;
+            }
+            if (n < 0) continue;
+
 #pragma unroll(SUM ? 1 : 2)  // the sums of A take registers too
             for (int panel = 0; panel < 2; ++panel) {
                 fx_linear_panel<WORD>(
                     sums.acc,
                     [&](int i, float(&v)[2][4]) {
-                        rows.read(v, stage, i, panel);
+                        rows.read(v, stages + use, i, panel);
                         if constexpr (SUM) {
                             if (at.column == 0) {
                                 FX_UNROLL
@@ -250,18 +221,19 @@ struct StagedTile {
                             }
                         }
                         if constexpr (SCALED) {
-                            if (scale != 1.0f) {
+                            if (scale[0] != 1.0f) {
                                 FX_UNROLL
-                                for (int e = 0; e < 8; ++e) v[e / 4][e % 4] *= scale;
+                                for (int e = 0; e < 8; ++e) v[e / 4][e % 4] *= scale[0];
                             }
                         }
                     },
-                    [&](int j, float(&v)[2][4]) { columns.read(v, stage + PART_A, j, panel); });
+                    [&](int j, float(&v)[2][4]) { columns.read(v, stages + use + PART_A, j, panel); });
             }
-        };
-        typedef LinearStaged<BM, A_INNER, THREADS> A;
-        typedef LinearStaged<BN, B_INNER, THREADS> B;
-        fx_linear_stages<StagedTile, A, B, SUM, SCALED>(count, source, fx_shared(shared), ready, multiply);
+            use = use < AHEAD * STAGE ? use + STAGE : 0;
+            --left;
+        }
+        fx_copy_wait<0>();
+        __syncthreads();
     }
 
     template <int UNROLL, class Fetch, class Use>

@@ -2,8 +2,8 @@
 // 4 (PTX wgmma.mma_async; sm_90 alone). tf32 with float32 sums.
 //
 // A [64 rows, 32 k] is in registers: warp w of the group has the rows from 16 w on as fragments of mma.cuh. B [N rows,
-// 32 k] is in shared memory, where the instruction reads it itself and drops what is below tf32: who wrote it has
-// rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
+// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh; what threads write would need a fence).
+// The instruction reads it itself and drops what is below tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
 // in place c ^ (r & 7). The sums [64, N] are fragments too.
 #pragma once
 #include "copy_async.cuh"
@@ -14,14 +14,6 @@
 #else
 #define FX_HAS_WARPGROUPS 0
 #endif
-
-// What this thread has copied to shared memory becomes visible to the warpgroups' instructions, once a barrier has told
-// them of it.
-__device__ __forceinline__ void fx_warpgroup_publish() {
-#if FX_DEVICE && FX_HAS_WARPGROUPS
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 
 #if FX_DEVICE && FX_HAS_WARPGROUPS
 #define FX_SUMS_8(j)                                                                                    \
@@ -35,7 +27,7 @@ __device__ __forceinline__ void fx_warpgroup_publish() {
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
-#define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n}"
+#define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
 #define FX_SUMS_OF_64 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -46,9 +38,10 @@ __device__ __forceinline__ void fx_warpgroup_publish() {
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #endif
 
-// sums += A . B^T. All four warps of the group take part. Returns when the product is made.
+// Begins sums += A . B^T. All four warps of the group take part. Neither the sums nor B may be touched until
+// fx_warpgroup_wait.
 template <int N>
-__device__ __forceinline__ void fx_warpgroup_mma(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b) {
+__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b) {
     static_assert(N == 64 || N == 128, "columns of the instruction");
 #if !FX_DEVICE
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
@@ -79,6 +72,18 @@ __device__ __forceinline__ void fx_warpgroup_mma(float (&sums)[N / 8][4], const 
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%72, %73, %74, %75", "%82")
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%76, %77, %78, %79", "%83")
             FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8) : FX_OPERANDS : "memory");
+    }
+#endif
+}
+
+// Returns when the products that this warpgroup has begun are made.
+template <int N>
+__device__ __forceinline__ void fx_warpgroup_wait(float (&sums)[N / 8][4]) {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    if constexpr (N == 64) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0) :: "memory");
+    } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0), FX_SUMS_32(8) :: "memory");
     }
 #endif
 }

@@ -135,7 +135,8 @@ def forward(
     fields = {
         **_operand("x", x1),
         **_operand("x2", x2),
-        **_operand("w", w),
+        "w": w,
+        "ldw": _weight_stride(w),
         "b": 0 if b is None else b,
         **_operand("y", y),
         "m": m,
@@ -215,7 +216,7 @@ def backward_dx(
         "w": [w_i for _, w_i, _ in sources],
         "scale": [0 if scale_i is None else scale_i for _, _, scale_i in sources],
         "lddy": [dy_i.ld for dy_i, _, _ in sources],
-        "ldw": [w_i.ld for _, w_i, _ in sources],
+        "ldw": [_weight_stride(w_i) for _, w_i, _ in sources],
         "n": widths,
         "sources": len(sources),
         **_operand("x", x),
@@ -472,6 +473,11 @@ def _tile(
     if tile.startswith("w") and target.kind == "cuda" and not has_warpgroups(target):
         raise ProgramError(f"linear '{label}': tile {tile!r} needs the warpgroups of sm_90, not {target.arch}")
     return tile
+
+
+def _weight_stride(w: Tensor) -> int:
+    """Elements from one row to the next; the rows of a packed copy [blocks, rows, 32]."""
+    return w.shape[1] if len(w.shape) == 3 else w.ld
 
 
 def _operand(name: str, t: Tensor | None) -> dict[str, Tensor | int]:

@@ -59,9 +59,8 @@ _TENSOR_TILES = {
 }
 _WARPGROUP_TILES = {
     "w128x128": Tile(128, 128, 32, stages=3, packed=True),
-    "w128x64": Tile(128, 64, 32, stages=3, packed=True),
     "w64x128": Tile(64, 128, 32, stages=3, packed=True),
-    "w64x64": Tile(64, 64, 32, stages=4, packed=True),
+    "w64x64": Tile(64, 64, 32, stages=3, packed=True),
 }
 #: The tile shapes that the kernels exist for, by precision and name.
 TILES: dict[str, dict[str, Tile]] = {
@@ -114,7 +113,6 @@ _TENSOR = {
         "16x32": Cost(2280, 4.0, 1110, 3.7),
         "16x16": Cost(2220, 2.9, 800, 2.3),
         "w128x128": Cost(5400, 20, 5000, 8),
-        "w128x64": Cost(4900, 15, 3000, 6),
         "w64x128": Cost(4900, 15, 3000, 6),
         "w64x64": Cost(4500, 12, 1700, 4),
     },
@@ -126,7 +124,6 @@ _TENSOR = {
         "16x32": Cost(2530, 4.3, 1380, 4.7),
         "16x16": Cost(2590, 2.8, 1100, 2.6),
         "w128x128": Cost(5400, 20, 5000, 8),
-        "w128x64": Cost(4900, 15, 3000, 6),
         "w64x128": Cost(4900, 15, 3000, 6),
         "w64x64": Cost(4500, 12, 1700, 4),
     },

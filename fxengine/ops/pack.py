@@ -1,8 +1,7 @@
 """Packed weights: copies that the step makes of its weights in the form in which some tiles read them (`pack.cuh`).
 
-They are rounded to tf32, rows padded with zeros to a multiple of 16 numbers, the numbers of every 16 in the order in
-which the tensor cores meet them. A program makes each copy once, before its first use, and again after the weight was
-written.
+They are rounded to tf32, cut into blocks of 32 columns, and their numbers lie in the order in which the tensor cores
+meet them. A program makes each copy once, before its first use, and again after the weight was written.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
 
-_TILE = (32, 128)  # rows and columns of w of a block
-_GRAIN = 16
+_TILE = (32, 128)  # rows and columns of w of a thread block
+_ROWS, _DEPTH = 16, 32
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
-    columns = _padded(fields["k"]) + _padded(fields["k2"])
+    columns = _DEPTH * (-(-fields["k"] // _DEPTH) + -(-fields["k2"] // _DEPTH))
     return -(-fields["n"] // _TILE[0]) * -(-columns // _TILE[1])
 
 
@@ -28,48 +27,53 @@ PACK = Family("pack", "pack.cu", "fx_pack", "Pack", tiles=_tiles)
 
 
 def packed(program: Program, w: Tensor, *, k2: int = 0) -> Tensor:
-    """The packed copy of w, float32 [n, k], any row stride. With `k2` its last k2 columns are a part of their own.
+    """The packed copy of w, float32 [n, k], any row stride. With `k2` its last k2 columns have blocks of their own.
 
-    Returns [n, padded], padded a multiple of 16: the parts begin at multiples of 16.
+    Returns [blocks, rows, 32].
     """
     k = w.shape[1] - k2
-    return _copy(program, w, (w.shape[0], _padded(k) + _padded(k2)), k=k, k2=k2, transposed=False)
+    return _copy(program, w, w.shape[0], (k, k2), transposed=False)
 
 
 def packed_transpose(program: Program, w: Tensor) -> Tensor:
-    """The packed copy of the transpose of w, float32 [n, k], any row stride. Returns [k, padded]."""
-    return _copy(program, w, (w.shape[1], _padded(w.shape[0])), k=w.shape[1], k2=0, transposed=True)
+    """The packed copy of the transpose of w, float32 [n, k], any row stride. Returns [blocks, rows, 32]."""
+    return _copy(program, w, w.shape[1], (w.shape[0],), transposed=True)
 
 
 def reference(w: ArrayLike) -> NDArray[np.float32]:
     """The packed copy of the float32 matrix w, before it is rounded."""
     values = np.asarray(w, np.float32)
-    rows, columns = values.shape
-    wide = np.zeros((rows, _padded(columns)), np.float32)
-    wide[:, :columns] = values
-    # number 4 t + 2 s + h of 16 goes to place 8 s + 4 h + t
-    return wide.reshape(rows, -1, 4, 2, 2).transpose(0, 1, 3, 4, 2).reshape(rows, -1)
+    rows, k = values.shape
+    wide = np.zeros((-(-rows // _ROWS) * _ROWS, -(-k // _DEPTH) * _DEPTH), np.float32)
+    wide[:rows, :k] = values
+    # row 2 g + h of 16 to place 8 h + g, number 4 t + 2 s + h of 16 to place 8 s + 4 h + t
+    rows_of_16, k_of_16 = wide.shape[0] // 16, wide.shape[1] // 16
+    parts = wide.reshape(rows_of_16, 8, 2, k_of_16, 4, 2, 2).transpose(3, 0, 2, 1, 5, 6, 4)
+    blocks = parts.reshape(k_of_16 // 2, 2, rows_of_16 * 16, 16).transpose(0, 2, 1, 3)
+    chunks = blocks.reshape(k_of_16 // 2, rows_of_16 * 16, 8, 4)
+    places = np.arange(chunks.shape[1])
+    out = np.empty_like(chunks)
+    for chunk in range(8):
+        out[:, places, chunk ^ (places & 7)] = chunks[:, :, chunk]
+    return out.reshape(-1, chunks.shape[1], _DEPTH)
 
 
-def _copy(program: Program, w: Tensor, shape: tuple[int, int], *, k: int, k2: int, transposed: bool) -> Tensor:
+def _copy(program: Program, w: Tensor, rows: int, parts: tuple[int, ...], *, transposed: bool) -> Tensor:
     def make() -> Tensor:
         kind = "transposed" if transposed else "packed"
+        blocks = sum(-(-k // _DEPTH) for k in parts)
+        shape = (blocks, -(-rows // _ROWS) * _ROWS, _DEPTH)
         out = program.tensor(f"{kind}#{len(program.launches)}.{w.name}", shape)
         fields = {
             "w": w,
             "out": out,
             "ldw": w.ld,
-            "ldo": out.ld,
             "n": w.shape[0],
-            "k": k,
-            "k2": k2,
+            "k": w.shape[1] if transposed else parts[0],
+            "k2": 0 if transposed else parts[1],
             "transposed": int(transposed),
         }
         program.launch(PACK, fields, reads=[w], writes=[out], label=f"{w.name}.{kind}")
         return out
 
-    return program.derived(w, ("pack", k2, transposed), make)
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // _GRAIN) * _GRAIN
+    return program.derived(w, ("pack", parts, transposed), make)

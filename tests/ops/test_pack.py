@@ -23,7 +23,7 @@ def test_copies_are_rounded_permuted_and_padded(device: Device, n: int, k: int, 
     w = program.tensor("w", whole.shape, data=whole).columns(0, k + k2)
     straight, across = pack.packed(program, w, k2=k2), pack.packed_transpose(program, w)
     parts = [values[:, :k], values[:, k:]] if k2 else [values]
-    expected = np.hstack([pack.reference(part) for part in parts]), pack.reference(values.T)
+    expected = np.concatenate([pack.reference(part) for part in parts]), pack.reference(values.T)
     with Plan(program, device, guard=True) as plan, device.stream() as stream:
         plan.buffer(straight).fill_u32(0x7FC00000)
         plan.buffer(across).fill_u32(0x7FC00000)

@@ -1,0 +1,42 @@
+// Copies of runs of global memory to shared memory by the copy engine (PTX cp.async.bulk, since sm_90): one thread
+// begins them, a barrier in shared memory counts their bytes. Addresses and sizes are multiples of 16.
+//
+// A barrier is in phase 0 first. Who begins a phase says how many bytes it will have; when they are there, the next phase
+// begins, and all who wait for the one before go on. The simulated device copies at once, as early as that allows, and
+// fails where a thread waits for a phase that nobody has begun.
+#pragma once
+#include "copy_async.cuh"
+
+// By one thread; the others may use the barrier behind the next barrier of the block.
+__device__ __forceinline__ void fx_bulk_barrier(u64* barrier) {
+#if !FX_DEVICE
+    *barrier = 0;
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;"
+        :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))) : "memory");
+#endif
+}
+
+// A phase that is one copy.
+__device__ __forceinline__ void fx_bulk_copy(FxShared to, const float* from, int bytes, u64* barrier) {
+#if !FX_DEVICE
+    memcpy(to, from, static_cast<unsigned long>(bytes));
+    ++*barrier;
+#elif __CUDA_ARCH__ >= 900
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(at) : "memory");
+#endif
+}
+
+// Waits for the end of a phase of that parity.
+__device__ __forceinline__ void fx_bulk_wait(u64* barrier, int parity) {
+#if !FX_DEVICE
+    if ((*barrier & 1) == static_cast<u64>(parity)) fx_sim::fx_sim_fail("a wait for a bulk copy that nobody has begun");
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}"
+        :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))), "r"(parity) : "memory");
+#endif
+}
