@@ -45,8 +45,9 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
     const int first = tile * r.samples;
     const unsigned samples = static_cast<unsigned>(r.batch - first < r.samples ? r.batch - first : r.samples);
     const unsigned rows = samples * T;
-    const unsigned ld = STAGED ? A | 1u : A;    // of q, k, v, o and w_o
-    const unsigned ld_w = STAGED ? F | 1u : F;  // of w_q, w_k, w_v
+    const unsigned ld = STAGED ? A | 1u : A;  // of q, k, v, o
+    const unsigned ld_w = STAGED ? F | 1u : static_cast<unsigned>(r.ld_w);  // of w_q, w_k, w_v
+    const unsigned ld_o = STAGED ? ld : static_cast<unsigned>(r.ld_o);      // of w_o
     const long long row0 = static_cast<long long>(first) * T;
     float* const saved_q = r.q != nullptr ? r.q + row0 * A : nullptr;
     float* const saved_k = r.k != nullptr ? r.k + row0 * A : nullptr;
@@ -67,11 +68,11 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
     float* o = saved_o;
     if constexpr (STAGED) {
         float* weights = shared;
-        float* tokens = weights + 3 * A * ld_w + F * ld;
-        attention_stage(weights, ld_w, w_q, F, A, F);
-        attention_stage(weights + A * ld_w, ld_w, w_k, F, A, F);
-        attention_stage(weights + 2 * A * ld_w, ld_w, w_v, F, A, F);
-        attention_stage(weights + 3 * A * ld_w, ld, w_o, A, F, A);
+        float* tokens = weights + 3 * A * ld_w + F * ld_o;
+        attention_stage(weights, ld_w, w_q, r.ld_w, A, F);
+        attention_stage(weights + A * ld_w, ld_w, w_k, r.ld_w, A, F);
+        attention_stage(weights + 2 * A * ld_w, ld_w, w_v, r.ld_w, A, F);
+        attention_stage(weights + 3 * A * ld_w, ld_o, w_o, r.ld_o, F, A);
         const float* live = r.live != nullptr ? r.live + first : nullptr;
         attention_stage(tokens, T * F, state, r.ld_state, samples, T * F, live);
         w_q = weights;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForward& r, int
         const unsigned feature = i - row * F;
         const unsigned sample = row / T;
         const float token = dead ? 0.0f : state[i];
-        x[sample * r.ld_x + (i - sample * T * F)] = token + attention_dot(o + row * ld, w_o + feature * ld, A);
+        x[sample * r.ld_x + (i - sample * T * F)] = token + attention_dot(o + row * ld, w_o + feature * ld_o, A);
     }
 }
 
@@ -184,6 +185,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
     const unsigned samples = static_cast<unsigned>(r.batch - first < r.samples ? r.batch - first : r.samples);
     const unsigned rows = samples * T;
     const unsigned ld = STAGED ? A | 1u : A;  // of q, k, v, do
+    const unsigned ld_o = STAGED ? A : static_cast<unsigned>(r.ld_o);  // of w_o
     const long long row0 = static_cast<long long>(first) * T;
 
     const float* dx = r.dx + first * r.ld_dx;
@@ -199,7 +201,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
         attention_stage(staged, T * F, dx, r.ld_dx, samples, T * F);
         dx = staged;
         staged += rows * F;
-        attention_stage(staged, A, w_o, A, F, A);
+        attention_stage(staged, ld_o, w_o, r.ld_o, F, A);
         w_o = staged;
         staged += F * A;
         attention_stage(staged, ld, q, A, rows, A);
@@ -221,7 +223,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackward& r, i
         const unsigned a = i - row * A;
         float sum = 0.0f;
 #pragma unroll 4
-        for (unsigned f = 0; f < F; ++f) sum += dx[row * F + f] * w_o[f * A + a];
+        for (unsigned f = 0; f < F; ++f) sum += dx[row * F + f] * w_o[f * ld_o + a];
         mixed_grad[row * ld + a] = sum;
     }
     __syncthreads();

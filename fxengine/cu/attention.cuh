@@ -24,6 +24,8 @@ struct AttentionForward {
     float* o;             // [batch * tokens, attn]
     long long ld_state;   // floats between samples
     long long ld_x;
+    int ld_w;             // floats between rows of w_q, w_k and w_v
+    int ld_o;             // of w_o
     int batch;
     int tokens;
     int features;
@@ -48,6 +50,7 @@ struct AttentionBackward {
     float* mixed_grad;    // do [batch * tokens, attn]; this and the next are null unless in memory
     float* scores_grad;   // ds [batch * tokens, tokens]
     long long ld_dx;      // floats between samples
+    int ld_o;             // floats between rows of w_o
     int batch;
     int tokens;
     int features;
@@ -60,7 +63,7 @@ struct AttentionBackward {
 enum AttentionPath {
     ATTENTION_MEMORY = 0,  // operands and results in global memory
     ATTENTION_STAGED = 1,  // in shared memory
-    ATTENTION_TOKENS = 2,  // eight lanes per token: 8 features, a width of 16, up to 8 tokens
+    ATTENTION_TOKENS = 2,  // eight lanes per token: 8 features, a width of 16, up to 8 tokens; weights without gaps
 };
 
 // Floats of shared memory of a block; ops/attention.py computes what fits.

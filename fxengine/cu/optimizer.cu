@@ -20,8 +20,8 @@
 //   kinds: bit q of the words [i] is for the elements 128 i + 4 q ... + 3: in the first word, they are part of a
 //   matrix; in the second, their target moves here.
 //
-// Buffers of a group have the length of its tensors and the padding between them: a multiple of 4. The padding is
-// treated as a vector; with zero gradients it stays zero (eps > 0).
+// Buffers of a group have the length of its tensors and the padding between them and between rows: a multiple of 4. The
+// padding is treated as its quad is; with zero gradients it stays zero (eps > 0).
 #include "copy_async.cuh"
 
 struct Norm {

@@ -8,7 +8,7 @@
 //   The last pass knows all bits: x = the selected |x|. For gradients x becomes min(scale x, G), that of the gradients
 //   as Adam took them, since scaling and clamping keep the order; G from the slot as Adam saw it, before its update.
 //     raw = headroom x    slot = raw if slot == 0, else slot + beta (raw - slot)
-// Padding between tensors is counted with the rest, then taken out again, whatever it holds.
+// Padding between tensors and rows is counted with the rest, then taken out again, whatever it holds.
 // NaN ranks above infinity. A raw that is not finite leaves the slot as it is.
 // Runs when (counters[1] + 1) % every == 0 and skip is 0; otherwise the blocks return at once and nothing is written.
 #include "fx.cuh"

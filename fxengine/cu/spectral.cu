@@ -1,4 +1,4 @@
-// fx_spectral: one power iteration on w [rows, cols] (row-major, no gaps) and, if it is too long, its rescaling.
+// fx_spectral: one power iteration on w [rows, cols] (row-major) and, if it is too long, its rescaling.
 //   u = normalize(w v)   v = normalize(w^T u)   sigma = u^T w v   w *= sn_max / sigma if sigma is finite and > sn_max
 //   normalize(x) = x / max(|x|, 1e-12). sigma is that of w before it is scaled. Nothing is written when skip is set.
 // One block of 1,024 threads per matrix, all matrices in one launch. Up to 128 x 288 elements stay in registers after
@@ -18,6 +18,7 @@ struct Spectral {
     const unsigned* skip;
     int rows;
     int cols;
+    int ld;                 // elements from one row of w to the next
 };
 
 // All that fit: the more threads, the less code, since what a thread keeps in registers takes unrolled loops.
@@ -54,7 +55,7 @@ __device__ __forceinline__ void spectral_rows(const Spectral& record) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // a row past the end becomes the last one: read again, not written
             const int r = row + k * SPECTRAL_WARPS;
-            line[k] = record.w + static_cast<long long>(r < record.rows ? r : record.rows - 1) * record.cols;
+            line[k] = record.w + static_cast<long long>(r < record.rows ? r : record.rows - 1) * record.ld;
         }
 #pragma unroll 2
         for (int c = lane; c < record.cols; c += 32) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ double spectral_columns(const Spectral& record, float
 #pragma unroll 1
         for (int row = warp; row < record.rows; row += SPECTRAL_WARPS) {
             const float scale = record.u[row];
-            const float* line = record.w + static_cast<long long>(row) * record.cols;
+            const float* line = record.w + static_cast<long long>(row) * record.ld;
 #pragma unroll
             for (int k = 0; k < SPECTRAL_LANE; ++k) {
                 const int c = base + lane + 32 * k;
@@ -105,23 +106,12 @@ __device__ __forceinline__ double spectral_columns(const Spectral& record, float
 }
 
 __device__ __forceinline__ void spectral_scale(const Spectral& record, float factor) {
-    const long long length = static_cast<long long>(record.rows) * record.cols;
-    const long long thread = static_cast<int>(threadIdx.x);
-    long long done = 0;
-    if ((reinterpret_cast<u64>(record.w) & 15) == 0) {
-        done = length & ~3ll;
-        float4* w = reinterpret_cast<float4*>(record.w);
-#pragma unroll 2
-        for (long long i = thread; i < done / 4; i += SPECTRAL_THREADS) {
-            float4 x = w[i];
-            x.x *= factor;
-            x.y *= factor;
-            x.z *= factor;
-            x.w *= factor;
-            w[i] = x;
-        }
+    const int lane = static_cast<int>(threadIdx.x & 31u), warp = static_cast<int>(threadIdx.x >> 5);
+    for (int row = warp; row < record.rows; row += SPECTRAL_WARPS) {
+        float* const line = record.w + static_cast<long long>(row) * record.ld;
+#pragma unroll 4
+        for (int c = lane; c < record.cols; c += 32) line[c] *= factor;
     }
-    for (long long i = done + thread; i < length; i += SPECTRAL_THREADS) record.w[i] *= factor;
 }
 
 // The whole step in global memory.
@@ -163,7 +153,7 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
     float w[SPECTRAL_KEPT][SPECTRAL_LANE];
 #pragma unroll
     for (int r = 0; r < SPECTRAL_KEPT; ++r) {  // a row past the end becomes the last one, and gets a u of 0
-        const float* const line = record.w + (row0 + r < last ? row0 + r : last) * cols + lane;
+        const float* const line = record.w + static_cast<long long>(row0 + r < last ? row0 + r : last) * record.ld + lane;
 #pragma unroll
         for (int k = 0; k < SPECTRAL_LANE; ++k) w[r][k] = 32 * k < left ? line[32 * k] : 0.0f;
     }
@@ -212,7 +202,7 @@ __device__ __forceinline__ void spectral_small(const Spectral& record, float* pa
 #pragma unroll
     for (int r = 0; r < SPECTRAL_KEPT; ++r) {
         if (row0 + r > last) break;
-        float* const line = record.w + (row0 + r) * cols + lane;
+        float* const line = record.w + static_cast<long long>(row0 + r) * record.ld + lane;
 #pragma unroll
         for (int k = 0; k < SPECTRAL_LANE; ++k) {
             if (32 * k < left) line[32 * k] = w[r][k] * factor;

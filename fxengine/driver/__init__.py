@@ -18,7 +18,7 @@ from fxengine.driver.errors import (
     FxError,
     SimulatedDeviceWarning,
 )
-from fxengine.driver.memory import Arena, Buffer, MappedBuffer
+from fxengine.driver.memory import Arena, Buffer, MappedBuffer, StridedBuffer
 from fxengine.driver.module import Arguments, Kernel, KernelAttributes, Module
 from fxengine.driver.parse import KernelSignature, Parameter, StructLayout, parse_source
 from fxengine.driver.source import KERNEL_FOLDER, KernelSource
@@ -54,6 +54,7 @@ __all__ = [
     "Parameter",
     "SimulatedDeviceWarning",
     "Stream",
+    "StridedBuffer",
     "StructLayout",
     "Target",
     "cache_root",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fxengine.driver.device import Device
     from fxengine.driver.stream import Stream
 
-__all__ = ["ALIGNMENT", "Arena", "Buffer", "MappedBuffer"]
+__all__ = ["ALIGNMENT", "Arena", "Buffer", "MappedBuffer", "StridedBuffer"]
 
 ALIGNMENT = 256
 """Bytes: every placed buffer begins at a multiple of it (full-width vector loads, whole sectors)."""
@@ -77,13 +77,7 @@ class Buffer:
 
     def write(self, array: ArrayLike, *, stream: Stream | None = None) -> None:
         """Copy a NumPy array of exactly this shape and dtype here; raises FxError for any other."""
-        given = np.asarray(array)
-        if given.shape != self.shape or given.dtype != self.dtype:
-            raise FxError(
-                f"buffer {self.name!r} is {self.dtype} {list(self.shape)}; "
-                f"the array written to it is {given.dtype} {list(given.shape)}"
-            )
-        source = np.ascontiguousarray(given)
+        source = np.ascontiguousarray(self._fitting(array))
         address = self.address
         if self.nbytes:
             device = self._owner.device
@@ -142,8 +136,58 @@ class Buffer:
             )
         return part
 
+    def _fitting(self, array: ArrayLike) -> NDArray[Any]:
+        """The array, of this shape and dtype."""
+        given = np.asarray(array)
+        if given.shape != self.shape or given.dtype != self.dtype:
+            raise FxError(
+                f"buffer {self.name!r} is {self.dtype} {list(self.shape)}; "
+                f"the array written to it is {given.dtype} {list(given.shape)}"
+            )
+        return given
+
     def __repr__(self) -> str:
         return f"<buffer {self.name!r} {self.dtype} {list(self.shape)} at {self._address:#x}>"
+
+
+class StridedBuffer(Buffer):
+    """A matrix whose rows lie `ld` elements apart, from the start of a buffer to its end.
+
+    It can be read and written as if there were no gaps; what lies between the rows is written back as it was.
+    """
+
+    __slots__ = ("_span", "_strides")
+
+    def __init__(self, span: Buffer, shape: Sequence[int], ld: int) -> None:
+        super().__init__(span.owner, span._address, shape, span.dtype, span.name)
+        rows, columns = self.shape
+        if (rows - 1) * ld + columns != math.prod(span.shape):
+            raise FxError(f"{rows} rows of {columns} elements, {ld} apart, do not fill {span!r}")
+        self._span = span
+        self._strides = ld * self.dtype.itemsize, self.dtype.itemsize
+
+    @property
+    def address(self) -> int:
+        """Refused: whoever takes an address takes the elements to follow each other."""
+        raise FxError(f"buffer {self.name!r} has gaps between its rows: it can only be read and written")
+
+    def read(self, *, stream: Stream | None = None) -> NDArray[Any]:
+        """A copy of the contents, of this shape and dtype."""
+        return self._rows(self._span.read(stream=stream)).copy()
+
+    def write(self, array: ArrayLike, *, stream: Stream | None = None) -> None:
+        """Copy a NumPy array of exactly this shape and dtype here; raises FxError for any other."""
+        given = self._fitting(array)
+        whole = self._span.read(stream=stream)
+        self._rows(whole)[...] = given
+        self._span.write(whole, stream=stream)
+
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: DTypeLike, name: str | None = None) -> Buffer:
+        """Refused, like `address`."""
+        raise FxError(f"buffer {self.name!r} has gaps between its rows: it has no views")
+
+    def _rows(self, whole: NDArray[Any]) -> NDArray[Any]:
+        return np.lib.stride_tricks.as_strided(whole, self.shape, self._strides)
 
 
 class Arena(Resource):

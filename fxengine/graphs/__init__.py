@@ -11,6 +11,7 @@ from fxengine.graphs.program import (
     Program,
     ProgramError,
     Tensor,
+    row_stride,
 )
 from fxengine.graphs.schedule import Node, Part, depth, schedule
 from fxengine.graphs.stepgraph import Census, StepGraph, node_times
@@ -32,5 +33,6 @@ __all__ = [
     "Tensor",
     "depth",
     "node_times",
+    "row_stride",
     "schedule",
 ]

@@ -20,6 +20,7 @@ from fxengine.driver import (
     KernelSource,
     MappedBuffer,
     Stream,
+    StridedBuffer,
     capture,
 )
 from fxengine.driver.errors import ClosedError
@@ -95,7 +96,7 @@ class Plan:
     def buffer(self, tensor: Tensor | str) -> Buffer:
         """Device buffer of a tensor (or of a whole storage, by name).
 
-        A strided view comes back as its whole rows: read it and slice the columns.
+        That of a tensor with gaps between its rows can be read and written, and nothing else.
 
         Raises:
             ProgramError: the program has no such tensor, or it is mapped memory (use `mapped`).
@@ -108,11 +109,12 @@ class Plan:
         whole = self._buffers[name]
         if isinstance(tensor, str):
             return whole
-        if not tensor.contiguous:
-            raise ProgramError(
-                f"{tensor} has gaps between its rows; read the buffer of the storage by name and slice it"
-            )
-        return whole.view(tensor.offset * tensor.dtype.itemsize, tensor.shape, tensor.dtype, tensor.name)
+        start = tensor.offset * tensor.dtype.itemsize
+        if tensor.contiguous:
+            return whole.view(start, tensor.shape, tensor.dtype, tensor.name)
+        rows, columns = tensor.shape
+        span = whole.view(start, ((rows - 1) * tensor.ld + columns,), tensor.dtype, tensor.name)
+        return StridedBuffer(span, tensor.shape, tensor.ld)
 
     def mapped(self, name: str) -> MappedBuffer:
         """Mapped-pinned buffer of a tensor in the `mapped` arena, with its NumPy view."""

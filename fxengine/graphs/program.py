@@ -26,6 +26,9 @@ CONSTANTS = "constants"
 #: Arena of everything a step computes and the next one may overwrite.
 ACTIVATIONS = "activations"
 
+# Elements of 4 bytes that kernels read at once where every row starts at a multiple of them.
+_QUAD = 4
+
 Scalar: TypeAlias = "Tensor | int | float"
 #: Value of a record field; a sequence fills an array field, and unused entries behind it are 0.
 Value: TypeAlias = "Scalar | Sequence[Scalar]"
@@ -234,6 +237,7 @@ class Program:
         *,
         arena: str = ACTIVATIONS,
         data: NDArray[Any] | None = None,
+        padded: bool = False,
     ) -> Tensor:
         """Declare a new tensor.
 
@@ -243,6 +247,8 @@ class Program:
             dtype: element type.
             arena: lifetime; tensors of one arena share one allocation.
             data: initial contents of this shape and dtype, uploaded when the program is planned.
+            padded: start the rows of a matrix of more than 4 columns at multiples of 4 elements (`row_stride`). The
+                gaps between them hold anything. Not with `data`.
 
         Raises:
             ProgramError: the name is taken, an extent is not positive, or `data` does not fit.
@@ -255,8 +261,13 @@ class Program:
             raise ProgramError(
                 f"tensor '{name}' is {kind} {dims}, but its data is {data.dtype} {data.shape}; convert it first"
             )
-        storage = self._add(Storage(name, math.prod(dims) * kind.itemsize, arena, data))
-        return Tensor(storage, 0, dims, kind, dims[-1] if len(dims) > 1 else 1)
+        if padded and data is not None:
+            raise ProgramError(f"tensor '{name}' cannot have both data and gaps between its rows")
+        width = dims[-1] if dims else 1
+        if padded and len(dims) == 2 and width > _QUAD:
+            width = row_stride(width)
+        storage = self._add(Storage(name, math.prod(dims[:-1]) * width * kind.itemsize, arena, data))
+        return Tensor(storage, 0, dims, kind, width if len(dims) > 1 else 1)
 
     def launch(
         self,
@@ -309,6 +320,11 @@ class Program:
             writes = ", ".join(t.name for t in record.writes)
             lines.append(f"  {record.label:<28} {record.family.name:<20} {reads} -> {writes}")
         return "\n".join(lines)
+
+
+def row_stride(columns: int) -> int:
+    """Row stride of a padded matrix: the number of columns, up to a multiple of 4."""
+    return -(-columns // _QUAD) * _QUAD
 
 
 def entries(value: Value) -> tuple[Scalar, ...]:

@@ -27,7 +27,7 @@ def forward(p: Pass, config: StepConfig, state: Tensor, *, live: Tensor | None =
     """
     if not config.tokens:
         return state
-    x = p.tensor("x", *state.shape)
+    x = p.tensor("x", *state.shape, padded=False)  # it and its gradient are also read token by token
     weights = [p.weight(name) for name in _WEIGHTS]
     saved = (
         attention.Saved.declare(p.program, state.shape[0], config.tokens, config.attn, name="attn")

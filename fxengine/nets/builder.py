@@ -182,7 +182,7 @@ class StepBuilder:
 
     def fixed(self, name: str, shape: Sequence[int]) -> Tensor:
         """An untrained parameter: initialised and saved like the others, without gradient and moments."""
-        tensor = self.program.tensor(f"fixed.{name}", shape, arena="fixed")
+        tensor = self.program.tensor(f"fixed.{name}", shape, arena="fixed", padded=True)
         self.fixed_parameters[name] = tensor
         return tensor
 

@@ -16,6 +16,6 @@ def fixed_features(step: StepBuilder, x: Tensor, width: int) -> Tensor:
     batch, size = x.shape
     w = step.fixed("w_s1", (width, size))
     b = step.fixed("b_s1", (width,))
-    h1 = step.program.tensor("h1", (batch, width))
+    h1 = step.program.tensor("h1", (batch, width), padded=True)
     linear.forward(step.program, x, w, b, h1, activation="elu", label="h1.fwd")
     return h1

@@ -50,9 +50,9 @@ class Pass:
             return self.step.target_parameters[name]
         return self.tape.groups[name].value
 
-    def tensor(self, name: str, *shape: int, dtype: DTypeLike = np.float32) -> Tensor:
-        """A new activation of the pass."""
-        return self.program.tensor(name + self.suffix, shape, dtype)
+    def tensor(self, name: str, *shape: int, dtype: DTypeLike = np.float32, padded: bool = True) -> Tensor:
+        """A new activation of the pass, its rows `padded` as `Program.tensor` says."""
+        return self.program.tensor(name + self.suffix, shape, dtype, padded=padded)
 
     def linear(
         self,

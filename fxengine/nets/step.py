@@ -168,7 +168,7 @@ def _inputs(step: StepBuilder, config: StepConfig) -> Batch:
 
 def _living(step: StepBuilder, x: Tensor, discount: Tensor) -> Tensor:
     """x with zeros in the rows whose discount is 0: they may hold anything, NaN included."""
-    living = step.program.tensor(f"{x.name}.living", x.shape)
+    living = step.program.tensor(f"{x.name}.living", x.shape, padded=True)
     mask_rows(step.program, x, discount, living, label=f"{x.name}.living")
     return living
 

@@ -133,7 +133,9 @@ class Gradients:
     def _of(self, y: Tensor) -> _Gradient:
         if y not in self._gradients:
             self._tape.activation(y)  # raises if y is not tracked
-            self._gradients[y] = _Gradient(self._tape.program.tensor(f"{self.prefix}d.{y.name}", y.shape))
+            padded = not y.contiguous
+            gradient = self._tape.program.tensor(f"{self.prefix}d.{y.name}", y.shape, padded=padded)
+            self._gradients[y] = _Gradient(gradient)
         return self._gradients[y]
 
 
@@ -230,7 +232,7 @@ class Tape:
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
         parts = x if isinstance(x, tuple) else (x,)
-        y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]))
+        y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]), padded=True)
         linear.forward(
             self.program,
             x,

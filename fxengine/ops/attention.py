@@ -142,7 +142,7 @@ def forward(
     Args:
         program: where the record goes.
         state: float32 [B, T·F], any row stride.
-        w_q: float32 [A, F], rows without gaps, like the other weights.
+        w_q: float32 [A, F], any row stride, the same for w_k and w_val; without gaps where eight lanes have a token.
         w_k: float32 [A, F].
         w_val: float32 [A, F].
         w_o: float32 [F, A].
@@ -160,9 +160,13 @@ def forward(
     """
     label = label or x.name
     batch, features, attn = _sizes(label, "state", state, tokens, w_o)
+    gaps = not _by_token(tokens, features, attn)
     expect(f"attention '{label}'", "x", x, state.shape, f"state is {describe(state)}")
     for role, weight in (("w_q", w_q), ("w_k", w_k), ("w_val", w_val)):
-        expect(f"attention '{label}'", role, weight, (attn, features), f"w_o is {describe(w_o)}", gaps=False)
+        expect(f"attention '{label}'", role, weight, (attn, features), f"w_o is {describe(w_o)}", gaps=gaps)
+    if not w_q.ld == w_k.ld == w_val.ld:
+        strides = f"{w_q.ld}, {w_k.ld} and {w_val.ld}"
+        raise ProgramError(f"attention '{label}': w_q, w_k and w_val have row strides {strides}, expected one")
     if live is not None:
         expect(f"attention '{label}'", "live", live, (batch,), f"state is {describe(state)}")
     if x.region().overlaps(state.region()):
@@ -186,6 +190,8 @@ def forward(
         **{name: part or 0 for name, part in zip("qkvpo", parts, strict=True)},
         "ld_state": state.ld,
         "ld_x": x.ld,
+        "ld_w": w_q.ld,
+        "ld_o": w_o.ld,
         **_geometry(batch, tokens, features, attn, samples),
     }
     reads = [state, live, w_q, w_k, w_val, w_o]
@@ -254,6 +260,7 @@ def backward(
         "mixed_grad": scratch.get("mixed_grad", 0),
         "scores_grad": scratch.get("scores_grad", 0),
         "ld_dx": dx.ld,
+        "ld_o": w_o.ld,
         **_geometry(batch, tokens, features, attn, samples),
     }
     reads = [dx, w_o, saved.q, saved.k, saved.v, saved.p]
@@ -397,7 +404,7 @@ def _sizes(label: str, role: str, flat: Tensor, tokens: int, w_o: Tensor) -> tup
         w_o,
         (features, attn),
         f"{role} is {describe(flat)} of {tokens} tokens",
-        gaps=False,
+        gaps=not _by_token(tokens, features, attn),
     )
     return flat.shape[0], features, attn
 

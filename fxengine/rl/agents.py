@@ -355,6 +355,6 @@ class IqnAgent(PerceptronAgent):
                 "IqnAgent: this step has no counters to draw fractions with; give values() act_tau in extra"
             )
         p.step.signals.include("policy")
-        tau = p.tensor("act_tau", rows, self.act_quantiles)
+        tau = p.tensor("act_tau", rows, self.act_quantiles, padded=False)
         policy.fractions(p.program, tau, risk=p.step.signal("risk"), counters=p.step.counters, stream=ACT_TAU_STREAM)
         return tau

@@ -1,17 +1,19 @@
-"""Parameter groups: four equally long contiguous buffers each; a tensor is a view into them."""
+"""Parameter groups: four equally long contiguous buffers each; a tensor is a view into them.
+
+Tensors, and the rows of a matrix, start at multiples of 4 floats (16 bytes), so that they can be read in such pieces.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fxengine.graphs import Program, Tensor
-
-#: Tensors start at multiples of so many floats (16 bytes), so that aligned ones can be read in 16-byte pieces.
-_ALIGN = 4
+from fxengine.graphs import Program, Tensor, row_stride
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Parameter:
         shape: its shape.
         bound: half width of its initial values; None: the rule for its shape.
         offset: first element in each of the group's buffers.
+        end: behind its last element and the padding of its last row.
         value, grad, m, v: views into the group's four buffers.
     """
 
@@ -54,6 +57,7 @@ class Parameter:
     shape: tuple[int, ...]
     bound: float | None
     offset: int
+    end: int
     value: Tensor
     grad: Tensor
     m: Tensor
@@ -64,11 +68,20 @@ class Parameter:
         """Whether weight decay and the weight clamp apply."""
         return len(self.shape) > 1
 
+    def within(self, buffer: Tensor) -> Tensor:
+        """Its view into a buffer laid out like the group's."""
+        return _view(buffer, self.shape, self.offset, self.end)
+
+    def cut(self, whole: NDArray[Any]) -> NDArray[Any]:
+        """Its view into the contents of such a buffer, on the host."""
+        part = whole[self.offset : self.end]
+        return part.reshape(self.shape[0], -1)[:, : self.shape[1]] if self.is_matrix else part
+
 
 class ParamGroup:
     """Tensors that share a norm, a learning rate and a clip.
 
-    The padding between tensors is zero, gets zero gradients, and stays zero.
+    The padding between tensors and between rows is zero, gets zero gradients, and stays zero.
 
     Args:
         program: where the four buffers are declared, in the arenas `params`, `grads`, `adam_m`, `adam_v`.
@@ -80,7 +93,7 @@ class ParamGroup:
     def __init__(self, program: Program, name: str, index: int, specs: Sequence[ParamSpec]) -> None:
         self.name = name
         self.index = index
-        offsets, self.size = _layout(specs)
+        spans, self.size = _layout(specs)
         self.params, self.grads, self.m, self.v = (
             program.tensor(f"{arena}.{name}", (self.size,), np.float32, arena=arena)
             for arena in ("params", "grads", "adam_m", "adam_v")
@@ -91,13 +104,18 @@ class ParamGroup:
                 spec.shape,
                 spec.bound,
                 offset,
-                *(
-                    buffer.flat(offset, offset + math.prod(spec.shape)).reshape(*spec.shape)
-                    for buffer in (self.params, self.grads, self.m, self.v)
-                ),
+                end,
+                *(_view(buffer, spec.shape, offset, end) for buffer in (self.params, self.grads, self.m, self.v)),
             )
-            for spec, offset in zip(specs, offsets, strict=True)
+            for spec, (offset, end) in zip(specs, spans, strict=True)
         )
+
+    def padding(self) -> NDArray[np.int64]:
+        """Elements of the buffers that belong to no tensor."""
+        mask = np.ones(self.size, np.bool_)
+        for p in self.parameters:
+            p.cut(mask)[...] = False
+        return np.flatnonzero(mask).astype(np.int64)
 
 
 class ParamGroups:
@@ -132,10 +150,17 @@ class ParamGroups:
         return sum(math.prod(p.shape) for p in self.parameters)
 
 
-def _layout(specs: Sequence[ParamSpec]) -> tuple[list[int], int]:
-    """Offset of each tensor and the padded total."""
-    offsets, end = [], 0
+def _layout(specs: Sequence[ParamSpec]) -> tuple[list[tuple[int, int]], int]:
+    """Offset and end of each tensor, and the padded total."""
+    spans, total = [], 0
     for spec in specs:
-        offsets.append(end)
-        end = -(-(end + math.prod(spec.shape)) // _ALIGN) * _ALIGN
-    return offsets, end
+        *rows, columns = spec.shape
+        end = total + (rows[0] * row_stride(columns) if rows else columns)
+        spans.append((total, end))
+        total = row_stride(end)
+    return spans, total
+
+
+def _view(buffer: Tensor, shape: tuple[int, ...], offset: int, end: int) -> Tensor:
+    flat = buffer.flat(offset, end)
+    return flat.reshape(shape[0], flat.size // shape[0]).columns(0, shape[1]) if len(shape) > 1 else flat

@@ -207,7 +207,7 @@ def _kinds(program: Program, group: ParamGroup, later: Collection[str] | None) -
     bits = np.zeros((2, span // 4), np.uint8)
     bits[1] = later is not None
     for p in group.parameters:
-        quads = slice(p.offset // 4, -(-(p.offset + p.value.size) // 4))
+        quads = slice(p.offset // 4, -(-p.end // 4))
         bits[0, quads] = p.is_matrix
         if later is not None and p.name in later:
             bits[1, quads] = 0

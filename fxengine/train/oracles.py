@@ -132,13 +132,10 @@ def rank(n: int) -> int:
 
 def _pads(program: Program, group: ParamGroup) -> Tensor | None:
     """Elements of a group's buffers that belong to no tensor."""
-    ends = [p.offset + p.value.size for p in group.parameters]
-    starts = [*(p.offset for p in group.parameters[1:]), group.size]
-    where = [i for end, start in zip(ends, starts, strict=True) for i in range(end, start)]
-    if not where:
+    where = group.padding()
+    if not where.size:
         return None
-    name = f"oracles.pads.{group.name}"
-    return program.tensor(name, (len(where),), np.int64, arena=CONSTANTS, data=np.array(where, np.int64))
+    return program.tensor(f"oracles.pads.{group.name}", where.shape, np.int64, arena=CONSTANTS, data=where)
 
 
 def reference_p99(x: ArrayLike) -> float:

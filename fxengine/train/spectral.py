@@ -38,7 +38,7 @@ def spectral_norm(
 
     Args:
         program: program to append to.
-        w: float32 [rows, cols] without gaps.
+        w: float32 [rows, cols], any row stride.
         v: float32 [cols], kept from step to step (state of a run, like the moments).
         sigma: float32 [1], receives u·w·v of w before it is scaled.
         signal: must know `sn_max`.
@@ -48,8 +48,8 @@ def spectral_norm(
     Raises:
         ValueError: a shape or dtype is not one of these.
     """
-    if w.dtype != np.float32 or len(w.shape) != 2 or not w.contiguous:
-        raise ValueError(f"'{label}': w must be float32 [rows, cols] without gaps, got {w.dtype} {w.shape} ld {w.ld}")
+    if w.dtype != np.float32 or len(w.shape) != 2:
+        raise ValueError(f"'{label}': w must be float32 [rows, cols], got {w.dtype} {w.shape}")
     rows, cols = w.shape
     if v.dtype != np.float32 or v.shape != (cols,):
         raise ValueError(f"'{label}': v must be float32 ({cols},) for w {w.shape}, got {v.dtype} {v.shape}")
@@ -68,6 +68,7 @@ def spectral_norm(
             "skip": guard.skip,
             "rows": rows,
             "cols": cols,
+            "ld": w.ld,
         },
         reads=[w, v, limit, guard.skip],
         writes=[w, v, u, sigma],

@@ -7,7 +7,6 @@ through deep reinforcement learning" (Nature 2015); a step with 0 leaves the cop
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,8 @@ POLYAK = Family("polyak", "targets.cu", "fx_polyak", "Polyak", tiles=_tiles)
 class TargetGroup:
     """The target copy of a parameter group: one buffer laid out like the group's, and never a gradient.
 
-    `target["w_s1"]` is the copy of the parameter of that name. The padding between tensors moves along with the rest
-    and belongs to nobody.
+    `target["w_s1"]` is the copy of the parameter of that name. The padding moves along with the rest and belongs to
+    nobody.
 
     Args:
         program: where the buffer `targets.<group>` is declared, in the arena `targets`.
@@ -44,10 +43,7 @@ class TargetGroup:
     def __init__(self, program: Program, group: ParamGroup) -> None:
         self.group = group
         self.values = program.tensor(f"targets.{group.name}", (group.size,), arena="targets")
-        self._views = {
-            p.name: self.values.flat(p.offset, p.offset + math.prod(p.shape)).reshape(*p.shape)
-            for p in group.parameters
-        }
+        self._views = {p.name: p.within(self.values) for p in group.parameters}
 
     @property
     def name(self) -> str:
@@ -89,7 +85,12 @@ def polyak(
     for target in targets:
         pairs = [(target.name, target.values, target.group.params)]
         if only is not None:
-            pairs = [(p.name, target[p.name], p.value) for p in target.group.parameters if p.name in only]
+            params = target.group.params
+            pairs = [
+                (p.name, target.values.flat(p.offset, p.end), params.flat(p.offset, p.end))
+                for p in target.group.parameters
+                if p.name in only
+            ]
         for name, copy, params in pairs:
             program.launch(
                 POLYAK,

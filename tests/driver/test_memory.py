@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from fxengine.driver import Arena, ClosedError, CudaError, Device, FxError, MappedBuffer
+from fxengine.driver import Arena, ClosedError, CudaError, Device, FxError, MappedBuffer, StridedBuffer
 from tests.driver.kernels import recorded
 
 
@@ -78,6 +78,34 @@ def test_views(device: Device):
             buffer.view(-4, (1,), np.float32)
         with pytest.raises(FxError, match="not aligned for float32"):
             buffer.view(2, (1,), np.float32)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_with_gaps_between_them(device: Device, ordered: bool):
+    with Arena(device, "a", 4096) as arena, device.stream() as stream:
+        chosen = stream if ordered else None
+        whole = arena.place("w", (4, 8), np.float32)
+        whole.write(np.arange(32, dtype=np.float32).reshape(4, 8))
+        part = StridedBuffer(whole.view(8, (2 * 8 + 5,), np.float32), (3, 5), 8)  # rows 0 to 2, columns 2 to 6
+        assert part.shape == (3, 5) and part.nbytes == 60
+        expected = np.arange(32, dtype=np.float32).reshape(4, 8)
+        np.testing.assert_array_equal(part.read(stream=chosen), expected[:3, 2:7])
+        part.write(np.full((3, 5), -1, np.float32), stream=chosen)
+        expected[:3, 2:7] = -1
+        np.testing.assert_array_equal(whole.read(), expected)
+        with pytest.raises(FxError, match=r"'w' is float32 \[3, 5\].*is float32 \[3, 8\]"):
+            part.write(np.zeros((3, 8), np.float32))
+        for refused in (
+            lambda: part.address,
+            lambda: part.view(0, (5,), np.float32),
+            lambda: part.fill_u32(0),
+            lambda: part.copy_from(part, stream=stream),
+            lambda: arena.place("y", (15,), np.float32).copy_from(part, stream=stream),
+        ):
+            with pytest.raises(FxError, match="gaps between its rows"):
+                refused()
+        with pytest.raises(FxError, match="3 rows of 5 elements, 9 apart, do not fill"):
+            StridedBuffer(whole.view(8, (2 * 8 + 5,), np.float32), (3, 5), 9)
 
 
 def test_arena_refuses(device: Device):

@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
-from fxengine import Engine
-from fxengine.driver import Device
+from fxengine import Engine, StepConfig
+from fxengine.driver import Device, Target
+from fxengine.graphs import ACTIVATIONS
+from fxengine.nets.builder import StepBuilder
+from fxengine.nets.step import specified_step
 from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.oracles import reference_p99
 from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, step_config, trained
@@ -42,6 +46,88 @@ def after(engine: Engine, steps: int, *, captured: bool = True) -> str:
     for _ in range(steps):
         engine.step(captured=captured)
     return engine.state_hash()
+
+
+# -- gaps between rows -------------------------------------------------------------------------------------------
+
+
+def padding(engine: Engine) -> np.ndarray:
+    """What lies between tensors and between rows in parameters, gradients, moments and targets."""
+    engine.synchronize()
+    groups = {group.name: group for group in engine.builder.groups}
+    found = [(g, t) for g in groups.values() for t in (g.params, g.grads, g.m, g.v)]
+    found += [(groups[target.name], target.values) for target in engine.builder.target_groups]
+    return np.concatenate([engine.plan.buffer(t).read()[g.padding()] for g, t in found])
+
+
+def test_rows_of_the_default_step_are_read_16_bytes_at_a_time() -> None:
+    """The strides that linear layers are given, of matrices wide enough: inputs have rows of 48 and 6 floats."""
+    builder = StepBuilder(Target.of("sm_90"))
+    specified_step(builder, StepConfig())
+    builder.finish()
+    groups, targets = builder.groups, builder.target_parameters
+    assert groups["w_b0fc"].shape == (128, 257) and groups["w_b1fc"].shape == (128, 259)
+    for p in groups.parameters:
+        views = [p.value, p.grad, p.m, p.v, *([targets[p.name]] if p.name in targets else [])]
+        assert all(t.ld % 4 == 0 and t.offset % 4 == 0 for t in views if p.is_matrix), p.name
+    inputs = {t.storage for t in builder.inputs.values()}
+    tensors = [t for r in builder.program.launches if "Linear" in r.family.struct for t in (*r.reads, *r.writes)]
+    wide = [t for t in tensors if len(t.shape) == 2 and t.shape[1] > 4 and t.storage not in inputs]
+    assert {153, 51, 257, 259} <= {t.shape[1] for t in wide}
+    assert [t.name for t in wide if t.ld % 4 or t.offset % 4] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_gaps_are_never_read(device: Device, precision: str) -> None:
+    """NaN in everything that a step computes, gaps between rows included, before every step: the same bits."""
+    hashes = []
+    for fill in (0, 0x7FC00000):
+        with drawing(device, precision=precision) as engine:
+            computed = [
+                s.name for s in engine.builder.program.storages.values() if s.arena == ACTIVATIONS and s.data is None
+            ]
+            engine.signals["weight_decay"] = 0.3
+            for _ in range(3):
+                engine.synchronize()
+                for name in computed:
+                    engine.plan.buffer(name).fill_u32(fill)
+                engine.step()
+            hashes.append(engine.state_hash())
+            report = engine.telemetry()
+            assert report is not None and report.skipped == 0
+    assert hashes[0] == hashes[1]
+
+
+def test_padding_of_parameters_stays_zero(device: Device) -> None:
+    with drawing(device) as engine:
+        engine.signals["weight_decay"] = 0.3
+        engine.signals["polyak_tau"] = 0.1
+        after(engine, 9)
+        assert any(p.value.ld != p.shape[1] for p in engine.builder.groups.parameters if p.is_matrix)
+        found = padding(engine)
+        assert found.size > 100 and not found.view(np.uint32).any()
+
+
+def test_checkpoints_hold_no_padding(device: Device, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    with drawing(device) as engine:
+        after(engine, 3)
+        engine.save(path)
+        digest = engine.state_hash()
+        shapes = {p.name: p.shape for p in engine.builder.groups.parameters}
+        assert engine.builder.groups.count == sum(int(np.prod(shape)) for shape in shapes.values())
+        assert {n: engine.params[n].shape for n in shapes} == shapes
+    with safe_open(str(path), framework="numpy") as file:
+        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        tight = {name: file.get_tensor(name) for name in stored}
+    for kind in ("param", "m", "v"):
+        assert {n: tuple(stored[f"{kind}.{n}"]) for n in shapes} == shapes
+    assert stored["target.w_b0fc"] == list(shapes["w_b0fc"]) != [6, 8]
+    with drawing(device, seed=7) as other:  # arrays without gaps, as every version has written them
+        after(other, 2)
+        other.load_state(tight)
+        assert other.state_hash() == digest
+        assert not padding(other).view(np.uint32).any()
 
 
 # -- determinism -------------------------------------------------------------------------------------------------

@@ -139,6 +139,29 @@ def test_a_closed_plan_says_so(device: Device) -> None:
         plan.buffer(t["x"])
 
 
+def test_matrices_with_gaps_are_read_and_written_as_without(device: Device) -> None:
+    program, _ = sample(device)
+    padded = program.tensor("padded", (3, 5), padded=True)
+    narrow = program.tensor("narrow", (3, 4), padded=True)
+    one, vector = program.tensor("one", (1, 5), padded=True), program.tensor("vector", (5,), padded=True)
+    assert [t.ld for t in (padded, narrow, one, vector)] == [8, 4, 8, 1]
+    assert [t.storage.nbytes for t in (padded, narrow, one, vector)] == [96, 48, 32, 20]
+    with pytest.raises(ProgramError, match="'full' cannot have both data and gaps"):
+        program.tensor("full", (2, 5), data=np.zeros((2, 5), np.float32), padded=True)
+    with Plan(program, device, guard=True) as plan:
+        plan.buffer("padded").fill_u32(0)
+        values = np.arange(1, 16, dtype=np.float32).reshape(3, 5)
+        plan.buffer(padded).write(values)
+        expected = np.zeros((3, 8), np.float32)
+        expected[:, :5] = values
+        np.testing.assert_array_equal(plan.buffer("padded").read().view(np.float32).reshape(3, 8), expected)
+        np.testing.assert_array_equal(plan.buffer(padded).read(), values)
+        np.testing.assert_array_equal(plan.buffer(padded.columns(1, 3).rows(1, 3)).read(), values[1:, 1:3])
+        plan.buffer(one).write(values[:1])
+        np.testing.assert_array_equal(plan.buffer(one).read(), values[:1])
+        plan.check_guards()
+
+
 def test_node_times_measure_every_node(device: Device) -> None:
     program, _ = sample(device)
     with device.stream() as stream, Plan(program, device) as plan:

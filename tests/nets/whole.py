@@ -50,7 +50,7 @@ def snapshot(engine: Engine) -> Tree:
     for group, kind, tensor in pieces:
         flat = engine.plan.buffer(tensor).read()
         for p in group.parameters:
-            found[f"{kind}.{p.name}"] = flat[p.offset : p.offset + p.value.size].reshape(p.shape)
+            found[f"{kind}.{p.name}"] = p.cut(flat)
     found |= {name: engine.plan.buffer(t).read() for name, t in engine.builder.spectral_vectors.items()}
     found["counters"] = engine.plan.buffer("counters").read().view(np.uint64)
     found["signals.device"] = engine.plan.buffer(engine.builder.snapshot).read()
@@ -66,7 +66,7 @@ def restore(engine: Engine, arrays: Mapping[str, Any]) -> None:
     for group, kind, tensor in pieces:
         flat = np.zeros(tensor.shape, np.float32)
         for p in group.parameters:
-            flat[p.offset : p.offset + p.value.size] = np.ravel(arrays[f"{kind}.{p.name}"])
+            p.cut(flat)[...] = arrays[f"{kind}.{p.name}"]
         engine.plan.buffer(tensor).write(flat)
     for name, tensor in engine.builder.spectral_vectors.items():
         engine.plan.buffer(tensor).write(np.asarray(arrays[name], np.float32))

@@ -55,7 +55,11 @@ class Case:
         state = bench.matrix(self.state, lead=lead, pad=pad)
         dx = bench.matrix(self.dx, lead=lead, pad=pad)
         # Odd offsets: weights are views into the buffer of their group.
-        w = {name: bench.vector(v.reshape(-1), lead=3).reshape(*v.shape) for name, v in self.w.items()}
+        gaps = pad and not attention._by_token(tokens, features, attn)
+        w = {
+            name: bench.matrix(v, lead=1, pad=pad) if gaps else bench.vector(v.ravel(), lead=3).reshape(*v.shape)
+            for name, v in self.w.items()
+        }
         self.out: dict[str, Tensor] = {
             name: bench.result(batch, tokens * features, lead=lead, pad=pad) for name in ("x", "x_alone")
         }
@@ -275,6 +279,10 @@ def test_shapes_are_checked(device: Device) -> None:
     with pytest.raises(ProgramError, match="gaps between its rows"):
         wide = program.tensor("wide", (16, 9)).columns(0, 8)
         attention.forward(program, state, wide, w, w, w_o, x, tokens=6)
+    with pytest.raises(ProgramError, match=r"w_q, w_k and w_val have row strides 6, 4 and 4, expected one"):
+        narrow, strided = program.tensor("narrow", (3, 4)), program.tensor("strided", (3, 6)).columns(0, 4)
+        back = program.tensor("back", (4, 3))
+        attention.forward(program, state, strided, narrow, narrow, back, x, tokens=12)
     saved = attention.Saved.declare(program, 4, 6, 16, name="attn")
     with pytest.raises(ProgramError, match=r"saved.q is 'attn.q' \[24, 16\].*expected float32 \[18, 16\]"):
         attention.forward(program, state.rows(0, 3), w, w, w, w_o, x.rows(0, 3), tokens=6, saved=saved)

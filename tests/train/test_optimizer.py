@@ -88,17 +88,15 @@ class Case:
         """Random contents with zero padding; v is not negative."""
         whole = np.zeros(group.size, np.float32)
         for p in group.parameters:
-            size = int(np.prod(p.shape))
-            data = rng.normal(size=size)
-            whole[p.offset : p.offset + size] = data**2 if name == "v" else data
+            data = rng.normal(size=p.shape)
+            p.cut(whole)[...] = data**2 if name == "v" else data
         self.plan.buffer(getattr(group, name)).write(whole)
 
     def put(self, name: str, value: float, *, at: int = -1, which: str = "grads") -> None:
         """Overwrite one element of a parameter's buffer."""
         group, p = next((g, p) for g in self.groups for p in g.parameters if p.name == name)
         whole = self.plan.buffer(getattr(group, which)).read()
-        flat = whole[p.offset : p.offset + int(np.prod(p.shape))]
-        flat[at] = value
+        p.cut(whole).flat[at] = value
         self.plan.buffer(getattr(group, which)).write(whole)
 
     def run(self, times: int = 1) -> None:
@@ -113,10 +111,7 @@ class Case:
         for group in self.groups:
             whole = {name: self.plan.buffer(getattr(group, name)).read() for name in BUFFERS}
             for p in group.parameters:
-                size = int(np.prod(p.shape))
-                result[p.name] = {
-                    name: array[p.offset : p.offset + size].reshape(p.shape) for name, array in whole.items()
-                }
+                result[p.name] = {name: p.cut(array) for name, array in whole.items()}
         return result
 
     def bits(self) -> dict[str, bytes]:
@@ -374,12 +369,12 @@ def test_norms_of_any_size(device: Device, scale: float) -> None:
 
 
 def test_tiny_gradients_are_counted(device: Device) -> None:
-    with Case(device, shapes={0: [(2, 2)]}) as case:
+    with Case(device, shapes={0: [(4,)]}) as case:
         case.plan.buffer(case.groups[0].grads).write(np.full(4, 1e-30, np.float32))
         case.run()
         assert_close(case.read(case.norms["trunk"]), np.array([2e-30]), atol=0.0, factor=4)
         assert case.read(case.guard.scales)[0] == 1.0
-    with Case(device, shapes={0: [(2, 2)]}, signals={"clip": 1e-6}) as case:
+    with Case(device, shapes={0: [(4,)]}, signals={"clip": 1e-6}) as case:
         case.plan.buffer(case.groups[0].grads).write(np.full(4, 1e-6, np.float32))
         case.run()
         assert_close(case.read(case.guard.scales), np.array([1 / 3]), atol=0.0)  # 1e-6 / (2e-6 + 1e-6)
@@ -389,12 +384,33 @@ def test_padding_stays_zero(device: Device) -> None:
     with Case(device, signals={"weight_decay": 0.5}) as case:
         case.run(3)
         for group in case.groups:
-            used = np.zeros(group.size, bool)
-            for p in group.parameters:
-                used[p.offset : p.offset + int(np.prod(p.shape))] = True
+            padding = group.padding()
+            assert padding.size == group.size - sum(p.value.size for p in group.parameters)
             for name in BUFFERS:
                 whole = case.read(getattr(group, name))
-                np.testing.assert_array_equal(whole[~used].view(np.uint32), 0)
+                np.testing.assert_array_equal(whole[padding].view(np.uint32), 0)
+
+
+def test_rows_start_at_multiples_of_four_floats(device: Device) -> None:
+    shapes = [(128, 257), (3,), (5, 3), (2, 8), (1, 1)]
+    with Case(device, shapes={0: shapes}) as case:
+        group = case.groups[0]
+        strides = [(p.offset, p.end, p.value.ld) for p in group.parameters]
+        assert strides == [(0, 33280, 260), (33280, 33283, 1), (33284, 33304, 4), (33304, 33320, 8), (33320, 33324, 4)]
+        assert group.size == 33324
+        for p in group.parameters:
+            for view in (p.value, p.grad, p.m, p.v):
+                assert (view.shape, view.offset, view.ld) == (p.shape, p.offset, p.value.ld)
+        whole = case.read(group.params)
+        for p in group.parameters:
+            np.testing.assert_array_equal(case.read(p.value), p.cut(whole))
+            assert p.cut(whole).shape == p.shape
+        assert sorted(group.padding()) == [
+            *(260 * row + column for row in range(128) for column in (257, 258, 259)),
+            33283,
+            *(33284 + 4 * row + 3 for row in range(5)),
+            *range(33321, 33324),
+        ]
 
 
 def test_same_bits_twice_and_in_a_graph(device: Device) -> None:

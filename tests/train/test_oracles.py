@@ -100,13 +100,13 @@ class Case:
         whole = np.resize(POISON, group.size) if pad is None else np.full(group.size, pad, np.float32)
         done = 0
         for p in group.parameters:
-            whole[p.offset : p.offset + p.value.size] = data[done : done + p.value.size]
+            p.cut(whole)[...] = data[done : done + p.value.size].reshape(p.shape)
             done += p.value.size
         self.plan.buffer(getattr(group, BUFFERS[family])).write(whole)
 
     def elements(self, group: ParamGroup, family: str) -> np.ndarray:
         whole = self.plan.buffer(getattr(group, BUFFERS[family])).read()
-        return np.concatenate([whole[p.offset : p.offset + p.value.size] for p in group.parameters])
+        return np.concatenate([p.cut(whole).ravel() for p in group.parameters])
 
     def run(self, times: int = 1) -> None:
         for _ in range(times):

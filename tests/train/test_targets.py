@@ -178,7 +178,7 @@ def test_same_bits_in_every_order_and_in_a_graph(device: Device) -> None:
 
 def test_single_tensors_of_a_group(device: Device) -> None:
     program = Program(device.target)
-    group = ParamGroup(program, "trunk", 0, [ParamSpec(n, (1, 7)) for n in "abc"])
+    group = ParamGroup(program, "trunk", 0, [ParamSpec(n, (7,)) for n in "abc"])
     target = TargetGroup(program, group)
     tau = program.tensor("tau", (1,), data=np.array([0.5], np.float32))
     skip = program.tensor("skip", (1,), np.uint32, data=np.zeros(1, np.uint32))
