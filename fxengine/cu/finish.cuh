@@ -40,14 +40,24 @@ __device__ __forceinline__ void finish_wait() {
     __syncthreads();
 }
 
-// Finishes the warp's row. `z`: its last columns, the same in every lane.
+// Finishes the warp's row, four numbers of a lane side by side. `z`: its last columns, the same in every lane.
 __device__ __forceinline__ void finish_row(const float* shared, float* y, int hidden, int columns, const float* z) {
     const float* row = shared + (columns + static_cast<int>(threadIdx.x >> 5)) * hidden;
 #pragma unroll 1
-    for (int j = static_cast<int>(threadIdx.x & 31u); j < hidden; j += 32) {
-        float sum = row[j];
+    for (int first = static_cast<int>(threadIdx.x & 31u); first < hidden; first += 128) {
+        const int left = hidden - first;
+        const float* w = shared + first;
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = 32 * i < left ? row[first + 32 * i] : 0.0f;
 #pragma unroll 1
-        for (int c = 0; c < columns; ++c) sum = fmaf(z[c], shared[c * hidden + j], sum);
-        fx_global(y)[j] = fx_activate(FX_RELU, sum);
+        for (int c = 0; c < columns; ++c, w += hidden) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = fmaf(z[c], 32 * i < left ? w[32 * i] : 0.0f, sum[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (32 * i < left) fx_global(y)[first + 32 * i] = fx_activate(FX_RELU, sum[i]);
+        }
     }
 }

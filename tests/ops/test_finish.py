@@ -13,7 +13,7 @@ from fxengine.ops import crossentropy, dueling, linear
 from fxengine.ops.finish import FLOATS, ROWS, Unfinished, fits, reference_finish
 from tests.support import assert_close
 
-HIDDEN = st.sampled_from([1, 4, 31, 32, 33, 100, 128])
+HIDDEN = st.sampled_from([1, 4, 31, 33, 100, 128, 129, 200])
 N_ROWS = st.sampled_from([1, 7, 8, 9, 64, 130])
 PAD = st.sampled_from([0, 1, 3])
 
