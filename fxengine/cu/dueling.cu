@@ -5,10 +5,12 @@
 //   lse[b, a]       = log of the softmax's denominator: log p = logits - lse, all that the losses need of the softmax
 //   policy[b, :]    = softmax of q[b, :] over the actions
 //   best[b]         = argmax of q[b, :]: the lowest index on ties, NaN never wins, all NaN gives 0
-// Everything overwrites; lse, policy and best may be null. A warp works on a row: lane l owns the atoms l, l + 32, ...,
-// held in registers, so up to 256 of them; several actions at a time, whose loads and reductions do not wait for each
-// other. A tile has 8 rows.
+//   y               = relu(y + policy w^T), the layer that reads the policy (finish.cuh)
+// All but y is overwritten; lse, policy, best and y may be null. A warp works on a row: lane l owns the atoms l,
+// l + 32, ..., held in registers, so up to 256 of them; several actions at a time, whose loads and reductions do not
+// wait for each other. A tile has 8 rows.
 #include "c51.cuh"
+#include "finish.cuh"
 
 struct Dueling {
     int first_tile;
@@ -30,11 +32,16 @@ struct Dueling {
     int atoms;            // 2 to 256
     float v_min;
     float spacing;        // (v_max - v_min) / (atoms - 1)
+    float* y;             // [rows, hidden] or null
+    const float* w;       // [hidden, actions]
+    int ld_y;
+    int ld_w;
+    int hidden;
 };
 
-// CHUNKS atoms per lane, GROUP actions at a time.
+// CHUNKS atoms per lane, GROUP actions at a time. The policy goes to `shared` as well, unless that is null.
 template <int CHUNKS, int GROUP>
-__device__ __forceinline__ void dueling_row(const Dueling& record, int row) {
+__device__ __forceinline__ void dueling_row(const Dueling& record, int row, float* shared) {
     constexpr int LANES = 32 / GROUP;  // that finish one action of a group
     constexpr int NONE = 0x7fffffff;
     const int lane = static_cast<int>(threadIdx.x & 31u);
@@ -122,23 +129,37 @@ __device__ __forceinline__ void dueling_row(const Dueling& record, int row) {
         for (int a = from; a < actions; a += 32) sum += c51_exp((stored ? q[a] : value) - highest);
         const float inverse = c51_divide(1.0f, fx_warp_sum(sum));
 #pragma unroll 1
-        for (int a = from; a < actions; a += 32) policy[a] = c51_exp((stored ? q[a] : value) - highest) * inverse;
+        for (int a = from; a < actions; a += 32) {
+            const float p = c51_exp((stored ? q[a] : value) - highest) * inverse;
+            policy[a] = p;
+            if (shared != nullptr) shared[a] = p;
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256) fx_dueling(const Dueling* table, int count) {
+    FX_POOL(float, pool, FINISH_FLOATS);
     int tile;
     const Dueling record = fx_record(table, count, tile);
-    const int row = tile * 8 + static_cast<int>(threadIdx.x >> 5);
-    const int rows = record.rows, atoms = record.atoms;
+    const int warp = static_cast<int>(threadIdx.x >> 5), row = tile * 8 + warp;
+    const int atoms = record.atoms, actions = record.actions, hidden = record.hidden;
+    const bool exists = row < record.rows;
+    float* policy = nullptr;  // the row's, in shared memory
+    if (hidden > 0) {
+        policy = pool + finish_floats(hidden, actions) + warp * actions;
+        finish_weights(pool, record.w, record.ld_w, hidden, actions);
+        if (exists) finish_begin(pool, c51_row(record.y, record.ld_y, row), hidden, actions);
+    }
     fx_wait();
     fx_trigger();
-    if (row >= rows) return;
-    if (atoms <= 64) {
-        dueling_row<2, 4>(record, row);
-    } else if (atoms <= 128) {
-        dueling_row<4, 2>(record, row);
-    } else {
-        dueling_row<8, 1>(record, row);
+    if (exists && atoms <= 64) {
+        dueling_row<2, 4>(record, row, policy);
+    } else if (exists && atoms <= 128) {
+        dueling_row<4, 2>(record, row, policy);
+    } else if (exists) {
+        dueling_row<8, 1>(record, row, policy);
     }
+    if (hidden == 0) return;
+    finish_wait();
+    if (exists) finish_row(pool, c51_row(record.y, record.ld_y, row), hidden, actions, policy);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxengine.config import StepConfig
@@ -10,6 +11,7 @@ from fxengine.nets.builder import StepBuilder
 from fxengine.nets.passes import Pass
 from fxengine.nets.tape import Gradients
 from fxengine.ops import crossentropy, gate
+from fxengine.ops.finish import Unfinished
 from fxengine.train.groups import linear_specs
 
 
@@ -49,14 +51,22 @@ def forward(p: Pass, h1: Tensor, *, regime: bool = True) -> AuxHeads:
     return AuxHeads(next_bar, p.linear(hidden, "rg2", name="rg2"))
 
 
-def wire(p: Pass, next_bar: Tensor) -> Tensor:
-    """p_up − p_down [B, 1] of next-bar logits, without labels: the wire at s'."""
+def wire(p: Pass, next_bar: Tensor, *, finishes: Sequence[Unfinished] = ()) -> Tensor:
+    """p_up − p_down [B, 1] of next-bar logits, without labels: the wire at s'. Finishes layers that read it."""
     out = p.tensor("wire", next_bar.shape[0], 1)
-    crossentropy.crossentropy(p.program, next_bar, wire=out, name=f"wire{p.suffix}")
+    crossentropy.crossentropy(p.program, next_bar, wire=out, finishes=finishes, name=f"wire{p.suffix}")
     return out
 
 
-def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor | None, *, gated: bool) -> Tensor:
+def losses(
+    step: StepBuilder,
+    heads: AuxHeads,
+    next_bar: Tensor,
+    regime: Tensor | None,
+    *,
+    gated: bool,
+    finishes: Sequence[Unfinished] = (),
+) -> Tensor:
     """L_nb and L_regime over the valid rows of int32 labels [B]; returns the wire [B, 1] = p_up − p_down.
 
     Args:
@@ -65,6 +75,7 @@ def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor 
         next_bar: labels of the next bar.
         regime: labels of the regime; None without a regime head.
         gated: a Q head reads the wire: what it sends back is multiplied by alpha_grad and flows on into the logits.
+        finishes: layers that read the wire.
     """
     tape = step.tape
     out = step.program.tensor("wire", (heads.next_bar.shape[0], 1))
@@ -75,6 +86,7 @@ def losses(step: StepBuilder, heads: AuxHeads, next_bar: Tensor, regime: Tensor 
         loss="L_nb",
         accuracy="accuracy_nb",
         wire=out,
+        finishes=finishes,
         name="nb",
     )
     if heads.regime is not None and regime is not None:

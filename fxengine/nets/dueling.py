@@ -6,6 +6,7 @@ values, without a gradient, and every later branch an embedding of the order flo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,9 @@ from fxengine.config import StepConfig
 from fxengine.graphs import Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.passes import Pass
-from fxengine.ops import dueling
+from fxengine.ops import crossentropy, dueling, finish
 from fxengine.ops.dueling import Heads
+from fxengine.ops.finish import Unfinished
 from fxengine.train.groups import linear_specs
 
 
@@ -66,10 +68,43 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
     step.group("branches", branches, target=True)
 
 
+def begin(p: Pass, config: StepConfig, h2: Tensor) -> dict[int, Unfinished]:
+    """First layers of branches 0 and 1 as far as h2 [B, H2] makes them, by branch.
+
+    The wire and the policy come late: the launches that make them finish these layers, instead of one more launch each.
+    Left out are layers without such columns, and those that are too large for it.
+    """
+    layers = {0: crossentropy.LAYERS, 1: 1}  # that one record finishes
+    extra = {d: extra_columns(config, d) for d in layers if d < len(config.branches)}
+    return {
+        d: p.begin_linear(h2, f"b{d}fc", name=f"b{d}fc")
+        for d, columns in extra.items()
+        if columns and finish.fits(config.adv_h, columns, layers[d])
+    }
+
+
 def forward(
-    p: Pass, config: StepConfig, h2: Tensor, *, wire: Tensor | None, ofi: Tensor | None, greedy: bool = False
+    p: Pass,
+    config: StepConfig,
+    h2: Tensor,
+    *,
+    wire: Tensor | None,
+    ofi: Tensor | None,
+    begun: Mapping[int, Unfinished] | None = None,
+    greedy: bool = False,
 ) -> BranchedHeads:
-    """All heads on h2 [B, H2], the wire [B, 1] (None without auxiliary nets) and the order flow [B, O] (or None)."""
+    """All heads.
+
+    Args:
+        p: the pass.
+        config: sizes.
+        h2: [B, H2].
+        wire: [B, 1]; None without auxiliary nets.
+        ofi: order flow [B, O], or None.
+        begun: from `begin`; branch 0 of it is finished by who makes the wire. None: every first layer is one product.
+        greedy: give the greedy actions too.
+    """
+    begun = begun or {}
     rows, total = h2.shape[0], sum(config.branches)
     hidden = p.linear(h2, "v1", activation="relu", name="v1")
     v = p.linear(hidden, "v2", name="v2")
@@ -81,7 +116,8 @@ def forward(
     adv, first = [], 0
     for d, n in enumerate(config.branches):
         beside = wire if d == 0 else policy if d == 1 else flow
-        hidden = p.linear(h2 if beside is None else (h2, beside), f"b{d}fc", activation="relu", name=f"b{d}fc")
+        x, y = h2 if beside is None else (h2, beside), begun[d].y if d in begun else None
+        hidden = p.linear(x, f"b{d}fc", activation="relu", y=y, name=f"b{d}fc")
         adv.append(p.linear(hidden, f"b{d}out", name=f"b{d}out"))
         dueling.forward(
             p.program,
@@ -91,6 +127,7 @@ def forward(
             lse=lse.columns(first, first + n),
             policy=policy if d == 0 else None,
             best=best.columns(d, d + 1) if best else None,
+            finishes=begun.get(1) if d == 0 else None,
             v_min=config.v_min,
             v_max=config.v_max,
             label=f"q{d}{p.suffix}",

@@ -15,6 +15,7 @@ from fxengine.graphs import Program, Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.tape import Tape
 from fxengine.ops import linear
+from fxengine.ops.finish import Unfinished
 from fxengine.ops.linear import Activation
 
 
@@ -63,6 +64,7 @@ class Pass:
         bias: bool = True,
         input_scale: Tensor | None = None,
         precision: str | None = None,
+        y: Tensor | None = None,
         name: str,
     ) -> Tensor:
         """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`."""
@@ -70,8 +72,10 @@ class Pass:
         full = name + self.suffix
         if self.trained:
             return self.tape.linear(
-                x, w, b, activation=activation, input_scale=input_scale, precision=precision, name=full
+                x, w, b, activation=activation, input_scale=input_scale, precision=precision, y=y, name=full
             )
+        if y is not None:
+            return y
         weight = self.weight(w)
         rows = (x[0] if isinstance(x, tuple) else x).shape[0]
         y = self.tensor(name, rows, weight.shape[0])
@@ -86,3 +90,14 @@ class Pass:
             precision=precision,
         )
         return y
+
+    def begin_linear(self, x: Tensor, layer: str, *, name: str) -> Unfinished:
+        """A ReLU layer's product with the first columns of its input, x, for who makes the others to finish.
+
+        `linear(..., y=<its y>)` then stands for the whole layer.
+        """
+        weight, known = self.weight(f"w_{layer}"), x.shape[1]
+        y = self.tensor(name, x.shape[0], weight.shape[0])
+        first, last = weight.columns(0, known), weight.columns(known, weight.shape[1])
+        linear.forward(self.program, x, first, self.weight(f"b_{layer}"), y, label=f"{name}{self.suffix}.fwd")
+        return Unfinished(y, last)

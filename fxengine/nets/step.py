@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from fxengine.nets.tape import Gradients
 from fxengine.ops import c51, gate
 from fxengine.ops import decoders as decoder_losses
 from fxengine.ops import iqn as iqn_losses
+from fxengine.ops.finish import Unfinished
 from fxengine.ops.rows import mask_rows
 
 #: Philox streams of the quantile fractions.
@@ -62,16 +63,21 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
 
     # §2 at s: attention, trunk, auxiliary nets, heads
     here = trunk.forward(at_s, config, attention.forward(at_s, config, batch.state))
-    wire = _auxiliary_losses(step, config, at_s, here.h1) if config.aux_h else None
-    heads = dueling.forward(at_s, config, here.h2, wire=wire, ofi=batch.ofi)
+    begun = dueling.begin(at_s, config, here.h2)
+    wire = _auxiliary_losses(step, config, at_s, here.h1, begun) if config.aux_h else None
+    heads = dueling.forward(at_s, config, here.h2, wire=wire, ofi=batch.ofi, begun=begun)
     decoded = decoders.forward(at_s, config, here.h2)
 
     # §2 at s': greedy actions of the online networks, values of the target networks, the same wire for both
     there = trunk.forward(after, config, attention.forward(after, config, batch.next_state, live=batch.discount))
-    next_wire = aux.wire(after, aux.forward(after, there.h1, regime=False).next_bar) if config.aux_h else None
-    choice = dueling.forward(after, config, there.h2, wire=next_wire, ofi=batch.next_ofi, greedy=True)
     goal = trunk.forward(target, config, attention.forward(target, config, batch.next_state, live=batch.discount))
-    values = dueling.forward(target, config, goal.h2, wire=next_wire, ofi=batch.next_ofi)
+    begun, goals = dueling.begin(after, config, there.h2), dueling.begin(target, config, goal.h2)
+    next_wire = None
+    if config.aux_h:
+        next_bar = aux.forward(after, there.h1, regime=False).next_bar
+        next_wire = aux.wire(after, next_bar, finishes=_reads_wire(begun, goals))
+    choice = dueling.forward(after, config, there.h2, wire=next_wire, ofi=batch.next_ofi, begun=begun, greedy=True)
+    values = dueling.forward(target, config, goal.h2, wire=next_wire, ofi=batch.next_ofi, begun=goals)
     assert choice.best is not None
 
     # §2 reward, §3 losses
@@ -121,18 +127,25 @@ def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
     aux.declare(step, config)
     h1 = fixed_features(step, step.input("state", (config.batch, config.state)), config.h1)
     step.output("h1", h1)
-    _auxiliary_losses(step, config, Pass(step, trained=step.train), h1)
+    _auxiliary_losses(step, config, Pass(step, trained=step.train), h1, {})
 
 
-def _auxiliary_losses(step: StepBuilder, config: StepConfig, p: Pass, h1: Tensor) -> Tensor:
-    """Auxiliary nets on h1, their losses; returns the wire [B, 1]."""
+def _auxiliary_losses(
+    step: StepBuilder, config: StepConfig, p: Pass, h1: Tensor, begun: Mapping[int, Unfinished]
+) -> Tensor:
+    """Auxiliary nets on h1, their losses; returns the wire [B, 1], from which branch 0 of what is begun is finished."""
     next_bar = step.input("nb_label", (config.batch,), np.int32)
     regime = step.input("regime_label", (config.batch,), np.int32) if config.regimes else None
     heads = aux.forward(p, h1, regime=bool(config.regimes))
     step.output("nb_logits", heads.next_bar)
     if heads.regime is not None:
         step.output("regime_logits", heads.regime)
-    return step.output("wire", aux.losses(step, heads, next_bar, regime, gated=bool(config.branches)))
+    wire = aux.losses(step, heads, next_bar, regime, gated=bool(config.branches), finishes=_reads_wire(begun))
+    return step.output("wire", wire)
+
+
+def _reads_wire(*begun: Mapping[int, Unfinished]) -> list[Unfinished]:
+    return [layers[0] for layers in begun if 0 in layers]
 
 
 def _declare_groups(step: StepBuilder, config: StepConfig) -> None:

@@ -10,12 +10,13 @@ gets no buffer and no kernel argument. That is how a stop-gradient is built here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import crossentropy, linear
+from fxengine.ops.finish import Unfinished
 from fxengine.ops.linear import Activation
 from fxengine.ops.reduce import sum_partials
 from fxengine.train.groups import ParamGroups
@@ -217,6 +218,7 @@ class Tape:
         activation: Activation = "none",
         input_scale: Tensor | None = None,
         precision: str | None = None,
+        y: Tensor | None = None,
         name: str,
     ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
@@ -228,21 +230,23 @@ class Tape:
             activation: applied to the result.
             input_scale: one float on the device that multiplies the gradient into x, not those of w and b.
             precision: of this layer's products, forward and backward, if not the program's.
+            y: [M, N], what other records have made: only the backward is left.
             name: of y.
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
         parts = x if isinstance(x, tuple) else (x,)
-        y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]), padded=True)
-        linear.forward(
-            self.program,
-            x,
-            weight.value,
-            bias.value if bias else None,
-            y,
-            activation=activation,
-            label=f"{name}.fwd",
-            precision=precision,
-        )
+        if y is None:
+            y = self.program.tensor(name, (parts[0].shape[0], weight.shape[0]), padded=True)
+            linear.forward(
+                self.program,
+                x,
+                weight.value,
+                bias.value if bias else None,
+                y,
+                activation=activation,
+                label=f"{name}.fwd",
+                precision=precision,
+            )
 
         def backward(gradients: Gradients) -> None:
             dy = gradients.settle(y)
@@ -281,11 +285,13 @@ class Tape:
         loss: str,
         accuracy: str | None = None,
         wire: Tensor | None = None,
+        finishes: Sequence[Unfinished] = (),
         name: str,
     ) -> None:
         """Mean cross-entropy over the valid rows (label in [0, classes)), times the signal `weight` in the gradient.
 
-        Reports the unweighted loss and the share of right rows under the given names; writes p_up - p_down to `wire`.
+        Reports the unweighted loss and the share of right rows under the given names; writes p_up - p_down to `wire`
+        and finishes the layers that read it.
         """
         partials = crossentropy.crossentropy(
             self.program,
@@ -294,6 +300,7 @@ class Tape:
             weight=weight,
             dlogits=self.training.output(logits) if self.tracked(logits) else None,
             wire=wire,
+            finishes=finishes,
             name=name,
         )
         assert partials is not None  # labels were given

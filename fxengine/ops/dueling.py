@@ -21,17 +21,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
+from fxengine.ops import finish
 from fxengine.ops.checks import matrix, require
+from fxengine.ops.finish import Unfinished
 
 #: Most atoms that the kernels hold in the registers of a warp.
 MAX_ATOMS = 256
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["rows"]) // 8)
+    return -(-int(fields["rows"]) // finish.ROWS)
 
 
-DUELING = Family("dueling", "dueling.cu", "fx_dueling", "Dueling", tiles=_tiles)
+DUELING = Family("dueling", "dueling.cu", "fx_dueling", "Dueling", tiles=_tiles, early=("y", "w"))
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ def forward(
     lse: Tensor | None = None,
     policy: Tensor | None = None,
     best: Tensor | None = None,
+    finishes: Unfinished | None = None,
     label: str,
 ) -> None:
-    """Append: logits = v + adv - mean_a adv, p = softmax over atoms, q = sum_k z_k p. Everything is overwritten.
+    """Append: logits = v + adv - mean_a adv, p = softmax over atoms, q = sum_k z_k p. Results overwrite.
 
     Args:
         program: program to append to.
@@ -94,10 +97,11 @@ def forward(
         lse: float32 [B, n], the logarithm of each softmax's denominator: log p = logits - lse. The losses need it.
         policy: float32 [B, n] = softmax of q over the actions.
         best: int32 [B] or a column [B, 1], argmax of q: the lowest index on ties, NaN never wins, all NaN gives 0.
+        finishes: a layer whose last input columns are the policy; needs `policy`.
         label: shown in tables.
 
     Raises:
-        ProgramError: a shape or dtype does not match, or v_min and v_max are no range.
+        ProgramError: a shape or dtype does not match, or v_min and v_max are no range, or the layer is too large.
     """
     rows, columns = matrix(adv, "adv", label)
     if v is None:
@@ -116,6 +120,10 @@ def forward(
     require(lse, np.float32, (rows, n), "lse", label)
     require(policy, np.float32, (rows, n), "policy", label)
     require(best, np.int32, (rows, 1) if best and len(best.shape) == 2 else (rows,), "best", label)
+    if finishes and policy is None:
+        raise ProgramError(f"'{label}': a layer is to be finished from the policy; pass policy as well")
+    hidden = finish.check([finishes] if finishes else [], rows, n, 1, label)
+    y, w = (finishes.y, finishes.w) if finishes else (None, None)
     program.launch(
         DUELING,
         {
@@ -136,9 +144,14 @@ def forward(
             "atoms": atoms,
             "v_min": v_min,
             "spacing": size,
+            "y": y or 0,
+            "w": w or 0,
+            "ld_y": y.ld if y else 0,
+            "ld_w": w.ld if w else 0,
+            "hidden": hidden,
         },
-        reads=[v, adv],
-        writes=[q, lse, policy, best],
+        reads=[v, adv, y, w],
+        writes=[q, lse, policy, best, y],
         label=label,
     )
 

@@ -47,6 +47,7 @@ VARIANTS = {
     "many_rows": replace(EVERYTHING, batch=67),
     "two_atoms": replace(EVERYTHING, atoms=2),
     "many_atoms": replace(EVERYTHING, atoms=131),
+    "wide_branches": replace(EVERYTHING, adv_h=300),
     "rare_oracles": replace(EVERYTHING, oracle_every=2),
     "bare": BARE,
 }
