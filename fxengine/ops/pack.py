@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
+from fxengine.graphs.program import Value
 
 _TILE = (32, 128)  # rows and columns of w of a thread block
 _ROWS, _DEPTH = 16, 32
@@ -64,7 +65,7 @@ def _copy(program: Program, w: Tensor, rows: int, parts: tuple[int, ...], *, tra
         blocks = sum(-(-k // _DEPTH) for k in parts)
         shape = (blocks, -(-rows // _ROWS) * _ROWS, _DEPTH)
         out = program.tensor(f"{kind}#{len(program.launches)}.{w.name}", shape)
-        fields = {
+        fields: dict[str, Value] = {
             "w": w,
             "out": out,
             "ldw": w.ld,
