@@ -17,16 +17,24 @@ __device__ __forceinline__ void fx_bulk_barrier(u64* barrier) {
 #endif
 }
 
-// A phase that is one copy.
+// Begins a phase of so many bytes.
+__device__ __forceinline__ void fx_bulk_expect(u64* barrier, int bytes) {
+#if !FX_DEVICE
+    ++*barrier;
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+        :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))), "r"(bytes) : "memory");
+#endif
+}
+
+// A copy of the phase that has begun.
 __device__ __forceinline__ void fx_bulk_copy(FxShared to, const float* from, int bytes, u64* barrier) {
 #if !FX_DEVICE
     memcpy(to, from, static_cast<unsigned long>(bytes));
-    ++*barrier;
 #elif __CUDA_ARCH__ >= 900
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(at) : "memory");
+        :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes),
+           "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))) : "memory");
 #endif
 }
 

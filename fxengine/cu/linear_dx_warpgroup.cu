@@ -3,11 +3,6 @@
 #include "linear_warpgroup.cuh"
 
 #if FX_HAS_WARPGROUPS
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dx_tf32_w128x128(
-    const LinearDx* table, int count) {
-    fx_linear_dx<WarpgroupTile<128, 128, 3>>(table, count);
-}
-
 extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_dx_tf32_w64x128(
     const LinearDx* table, int count) {
     fx_linear_dx<WarpgroupTile<64, 128, 3>>(table, count);

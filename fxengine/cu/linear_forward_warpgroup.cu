@@ -3,11 +3,6 @@
 #include "linear_warpgroup.cuh"
 
 #if FX_HAS_WARPGROUPS
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_forward_tf32_w128x128(
-    const LinearForward* table, int count) {
-    fx_linear_forward<WarpgroupTile<128, 128, 3>>(table, count);
-}
-
 extern "C" __global__ void __launch_bounds__(128, 3) fx_linear_forward_tf32_w64x128(
     const LinearForward* table, int count) {
     fx_linear_forward<WarpgroupTile<64, 128, 3>>(table, count);

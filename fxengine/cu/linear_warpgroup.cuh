@@ -22,7 +22,9 @@ struct PackedStaged {
         bytes = 128 * (rows < BN ? rows : BN);
     }
     __device__ __forceinline__ void fetch(FxShared stage, u64* barrier) const {
-        if (threadIdx.x == 0) fx_bulk_copy(stage, next, bytes, barrier);
+        if (threadIdx.x != 0) return;
+        fx_bulk_expect(barrier, bytes);
+        fx_bulk_copy(stage, next, bytes, barrier);
     }
     __device__ __forceinline__ void skip() { next += block; }
 };

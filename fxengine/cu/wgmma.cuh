@@ -19,7 +19,8 @@
 #define FX_SUMS_8(j)                                                                                    \
     "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3]), "+f"(sums[j + 1][0]),       \
         "+f"(sums[j + 1][1]), "+f"(sums[j + 1][2]), "+f"(sums[j + 1][3])
-#define FX_SUMS_32(j) FX_SUMS_8(j), FX_SUMS_8(j + 2), FX_SUMS_8(j + 4), FX_SUMS_8(j + 6)
+#define FX_SUMS_16(j) FX_SUMS_8(j), FX_SUMS_8(j + 2)
+#define FX_SUMS_32(j) FX_SUMS_16(j), FX_SUMS_16(j + 4)
 #define FX_STEP_OF_A(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
 #define FX_OPERANDS                                                                                        \
     FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), "l"(from), "l"(from + 2), "l"(from + 4), \
@@ -28,6 +29,10 @@
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
 #define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
+#define FX_SUMS_OF_16 \
+    "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FX_SUMS_OF_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FX_SUMS_OF_64 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -42,7 +47,7 @@
 // fx_warpgroup_wait.
 template <int N>
 __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b) {
-    static_assert(N == 64 || N == 128, "columns of the instruction");
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns of the instruction");
 #if !FX_DEVICE
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     unsigned words[N / 8][4][2];
@@ -58,14 +63,28 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
 #elif FX_HAS_WARPGROUPS
     // The descriptor of B: its address, rows in groups of 8 x 128 bytes, chunks exchanged within each group.
     const u64 from = static_cast<u64>((b & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-    if constexpr (N == 64) {
+    if constexpr (N == 16) {
+        asm volatile(FX_WGMMA_BEGIN
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%8, %9, %10, %11", "%24")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%12, %13, %14, %15", "%25")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%16, %17, %18, %19", "%26")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%20, %21, %22, %23", "%27")
+            FX_WGMMA_END : FX_SUMS_8(0) : FX_OPERANDS : "memory");
+    } else if constexpr (N == 32) {
+        asm volatile(FX_WGMMA_BEGIN
+            FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%16, %17, %18, %19", "%32")
+            FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%20, %21, %22, %23", "%33")
+            FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%24, %25, %26, %27", "%34")
+            FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%28, %29, %30, %31", "%35")
+            FX_WGMMA_END : FX_SUMS_16(0) : FX_OPERANDS : "memory");
+    } else if constexpr (N == 64) {
         asm volatile(FX_WGMMA_BEGIN
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%32, %33, %34, %35", "%48")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%36, %37, %38, %39", "%49")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%40, %41, %42, %43", "%50")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%44, %45, %46, %47", "%51")
             FX_WGMMA_END : FX_SUMS_32(0) : FX_OPERANDS : "memory");
-    }     else {
+    } else {
         asm volatile(FX_WGMMA_BEGIN
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%64, %65, %66, %67", "%80")
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%68, %69, %70, %71", "%81")
@@ -76,14 +95,18 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
 #endif
 }
 
-// Returns when the products that this warpgroup has begun are made.
-template <int N>
+// Returns when all products but the newest LEFT calls of fx_warpgroup_begin are made.
+template <int N, int LEFT = 0>
 __device__ __forceinline__ void fx_warpgroup_wait(float (&sums)[N / 8][4]) {
 #if FX_DEVICE && FX_HAS_WARPGROUPS
-    if constexpr (N == 64) {
-        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0) :: "memory");
+    if constexpr (N == 16) {
+        asm volatile("wgmma.wait_group.sync.aligned %8;" : FX_SUMS_8(0) : "n"(LEFT) : "memory");
+    } else if constexpr (N == 32) {
+        asm volatile("wgmma.wait_group.sync.aligned %16;" : FX_SUMS_16(0) : "n"(LEFT) : "memory");
+    } else if constexpr (N == 64) {
+        asm volatile("wgmma.wait_group.sync.aligned %32;" : FX_SUMS_32(0) : "n"(LEFT) : "memory");
     } else {
-        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0), FX_SUMS_32(8) :: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned %64;" : FX_SUMS_32(0), FX_SUMS_32(8) : "n"(LEFT) : "memory");
     }
 #endif
 }

@@ -37,6 +37,8 @@ from numpy.typing import ArrayLike, NDArray
 from fxengine.graphs import Family, Program, Tensor
 from fxengine.ops import iqn, linear
 from fxengine.ops.checks import require_as
+from fxengine.ops.linear_tiles import has_warpgroups
+from fxengine.ops.pack import packed
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -129,6 +131,24 @@ def fits(target: Target, precision: str, sizes: Sizes) -> bool:
     )
 
 
+def warpgroup_shared(sizes: Sizes) -> int:
+    """Bytes of dynamic shared memory of a block of `forward` by warpgroups: all weights, packed, and the biases."""
+    last = -(-sizes.outputs // 16) * 16
+    weights = sizes.features * (sizes.cosines + MAX_WIDTH) + MAX_WIDTH * last
+    return 4 * (weights + sizes.features + MAX_WIDTH + last) + 1024  # aligned
+
+
+def fits_warpgroup(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
+    """Whether `forward` serves this shape by warpgroups, whose products are the fastest of an sm_90."""
+    return precision == "tf32" and has_warpgroups(target) and _warpgroup_shape(target, sizes, quantiles)
+
+
+def _warpgroup_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
+    whole = sizes.cosines in (32, 64) and sizes.features % 32 == 0 and sizes.features <= 512 and quantiles % 16 == 0
+    fits = warpgroup_shared(sizes) + 2 * _STATIC <= target.shared_memory_optin
+    return whole and sizes.width == MAX_WIDTH and fits
+
+
 def backward_shared(precision: str, rows: int) -> int:
     """Bytes of dynamic shared memory of a block of `backward` with tiles of so many rows."""
     operand, columns = 2 if precision == "bf16" else 4, _BACKWARD_COLUMNS
@@ -181,6 +201,7 @@ def forward(
     *,
     hidden: Tensor | None = None,
     share: float = 1.0,
+    warpgroups: bool | None = None,
     label: str | None = None,
 ) -> None:
     """Append theta = w_iq2 relu(w_iq1 (relu(w_phi cos(pi i tau) + b_phi) * h2) + b_iq1) + b_iq2, row by row.
@@ -193,6 +214,7 @@ def forward(
         theta: float32 [B*N, A], overwritten; row b*N + i is quantile i of sample b.
         hidden: float32 [B*N, I] for the activations that a backward needs, or None.
         share: part of the device's multiprocessors to work on; records that run at the same time divide it.
+        warpgroups: make the products by warpgroups, with packed weights (default: where `fits_warpgroup` says so).
         label: shown in tables (default: the name of `theta`).
 
     Raises:
@@ -205,6 +227,13 @@ def forward(
     require_as(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
     require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
+    if fits_warpgroup(program.target, program.precision, sizes, quantiles) if warpgroups is None else warpgroups:
+        if not _warpgroup_shape(program.target, sizes, quantiles):
+            raise ValueError(
+                f"'{label}': {sizes} with {quantiles} quantiles is not for warpgroups (see fits_warpgroup)"
+            )
+        _forward_by_warpgroups(program, tau, h2, weights, theta, hidden, blocks=min(-(-rows // 64), room), label=label)
+        return
     # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.
     height = 32 if quantiles % 32 == 0 and rows > _WARPS * 16 * room else 16
     program.launch(
@@ -224,6 +253,45 @@ def forward(
             "blocks": min(-(-rows // (_WARPS * height)), room),
         },
         reads=[tau, h2, *_all(weights)],
+        writes=[theta, hidden],
+        label=label,
+    )
+
+
+def _forward_by_warpgroups(
+    program: Program,
+    tau: Tensor,
+    h2: Tensor,
+    weights: Weights,
+    theta: Tensor,
+    hidden: Tensor | None,
+    *,
+    blocks: int,
+    label: str,
+) -> None:
+    sizes = weights.sizes
+    matrices = {name: packed(program, getattr(weights, name)) for name in ("w_phi", "w_iq1", "w_iq2")}
+    biases = {name: getattr(weights, name) for name in ("b_phi", "b_iq1", "b_iq2")}
+    program.launch(
+        _warpgroup_family(warpgroup_shared(sizes)),
+        {
+            "tau": tau,
+            "h2": h2,
+            **matrices,
+            **biases,
+            "hidden": hidden or 0,
+            "theta": theta,
+            "ld_h2": h2.ld,
+            "ld_hidden": hidden.ld if hidden else 0,
+            "ld_theta": theta.ld,
+            "rows": tau.size,
+            "quantiles": tau.shape[1],
+            "cosines": sizes.cosines,
+            "features": sizes.features,
+            "outputs": sizes.outputs,
+            "blocks": blocks,
+        },
+        reads=[tau, h2, *matrices.values(), *biases.values()],
         writes=[theta, hidden],
         label=label,
     )
@@ -506,6 +574,21 @@ def _forward_family(precision: str, height: int, shared: int) -> Family:
         source="iqn_fused.cu",
         kernel=f"fx_iqn_forward_{precision}_{height}",
         struct="IqnForward",
+        tiles=_blocks,
+        late=True,
+        shared=shared,
+        whole=True,
+        early=("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2"),
+    )
+
+
+@cache
+def _warpgroup_family(shared: int) -> Family:
+    return Family(
+        "iqn_warpgroup",
+        source="iqn_warpgroup.cu",
+        kernel="fx_iqn_warpgroup",
+        struct="IqnWarpgroup",
         tiles=_blocks,
         late=True,
         shared=shared,

@@ -120,6 +120,53 @@ def test_forward_against_float64(
     close(found[1], expected.hidden, precision, "hidden")
 
 
+@pytest.mark.parametrize(
+    ("batch", "quantiles", "sizes", "pad"),
+    [
+        (2, 32, iqn_fused.Sizes(64, 64, 128, 12), 4),
+        (5, 16, iqn_fused.Sizes(32, 32, 128, 33), 3),
+        (1, 16, iqn_fused.Sizes(64, 96, 128, 1), 0),
+        (9, 48, iqn_fused.Sizes(32, 64, 128, 16), 1),
+    ],
+)
+def test_forward_by_warpgroups(
+    warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int
+) -> None:
+    """Against float64, whatever runs beside; and a row has the same bits in every batch."""
+    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    theta, hidden, again = (net.output(n, c) for n, c in (("theta", sizes.outputs), ("hidden", 128), ("again", 128)))
+    tau, h2 = net.tensors["tau"], net.tensors["h2"]
+    iqn_fused.forward(net.program, tau, h2, net.weights, theta, hidden=hidden, warpgroups=True)
+    last = net.output("last", sizes.outputs)
+    own = tau.rows(batch - 1, batch)
+    iqn_fused.forward(
+        net.program,
+        own,
+        h2.rows(batch - 1, batch),
+        net.weights,
+        last.rows(0, quantiles),
+        hidden=again.rows(0, quantiles),
+        warpgroups=True,
+    )
+    found = net.run(theta, hidden, last, again)
+    expected = net.reference("tf32")
+    close(found[0], expected.theta, "tf32", "theta")
+    close(found[1], expected.hidden, "tf32", "hidden")
+    for whole, part in ((found[0], found[2]), (found[1], found[3])):
+        np.testing.assert_array_equal(whole[-quantiles:], part[:quantiles])
+
+
+def test_nan_stays_with_its_rows_in_warpgroups(warpgroups: Device) -> None:
+    sizes = iqn_fused.Sizes(32, 32, 128, 5)
+    net = Net(warpgroups, "tf32", batch=6, quantiles=16, sizes=sizes)
+    net.arrays["h2"][4, 3] = np.nan
+    h2 = net.data("sick", net.arrays["h2"])
+    theta = net.output("theta", sizes.outputs)
+    iqn_fused.forward(net.program, net.tensors["tau"], h2, net.weights, theta, warpgroups=True)
+    bad = np.isnan(net.run(theta)[0])
+    assert bad[64:80].all() and bad.sum() == 16 * sizes.outputs
+
+
 def backward(
     net: Net,
     dtheta: np.ndarray[Any, Any],
@@ -319,6 +366,10 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert iqn_fused.backward_rows(hopper, "tf32", usual, 48) == 16
     assert not iqn_fused.fits_backward(hopper, "tf32", usual, 24)
     assert not iqn_fused.fits_backward(hopper, "tf32", usual, 12)
+    assert iqn_fused.fits_warpgroup(hopper, "tf32", usual, 32)
+    assert not iqn_fused.fits_warpgroup(hopper, "bf16", usual, 32)
+    assert not iqn_fused.fits_warpgroup(hopper, "tf32", usual, 8)
+    assert not iqn_fused.fits_warpgroup(ampere, "tf32", usual, 32)
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:

@@ -1,0 +1,236 @@
+// The forward pass of a quantile network (iqn_fused.cu) in tf32 by the warpgroups of sm_90.
+//
+// fx_iqn_warpgroup: of every row r = b N + i, in one pass
+//   phi = relu(w_phi cos(pi j tau[r]) + b_phi), hidden = relu(w_iq1 (phi * h2[b]) + b_iq1),
+//   theta = w_iq2 hidden + b_iq2.
+//   A block holds all weights in shared memory, packed (pack.cuh). A warpgroup takes groups of 64 rows, the blocks of a
+//   record one after the other; it makes phi 32 columns at a time and multiplies them on at once. Operand A is always in
+//   registers: the sums of a product with packed rows are, for a product with packed k, in the lanes that want them.
+//   The network has 32 or 64 cosines, features in 32s and 128 hidden numbers; 16 rows belong to one sample.
+#include "bulk_copy.cuh"
+#include "iqn_fused.cuh"
+#include "pack.cuh"
+#include "wgmma.cuh"
+
+struct IqnWarpgroup {
+    int first_tile;
+    int tiles;
+    const float* tau;    // [rows]
+    const float* h2;     // [rows / quantiles, features]
+    const float* w_phi;  // [features, cosines], packed like all weights
+    const float* b_phi;  // [features]
+    const float* w_iq1;  // [128, features]
+    const float* b_iq1;  // [128]
+    const float* w_iq2;  // [outputs, 128]
+    const float* b_iq2;  // [outputs]
+    float* hidden;       // [rows, 128] or null
+    float* theta;        // [rows, outputs]
+    int ld_h2;           // floats between rows
+    int ld_hidden;
+    int ld_theta;
+    int rows;
+    int quantiles;
+    int cosines;
+    int features;
+    int outputs;
+    int blocks;          // as many as tiles
+};
+
+#if FX_HAS_WARPGROUPS
+
+constexpr int iqn_groups = 3;  // warpgroups of a block
+constexpr int iqn_wide = 128;  // hidden numbers
+constexpr int iqn_most = 16;   // chunks of 32 features that have a barrier
+
+// The shared memory of a block: packed weights, biases.
+struct IqnResident {
+    int chunks, last_rows, phi_blocks;
+    FxShared phi, iq1, iq2;
+    float* biases;  // phi, hidden, theta
+
+    __device__ __forceinline__ IqnResident(const IqnWarpgroup& r, float* shared)
+        : chunks(r.features / 32), last_rows(fx_packed_rows(r.outputs)), phi_blocks(r.cosines / 32) {
+        phi = fx_shared(shared);
+        iq1 = phi + phi_blocks * r.features * 128;
+        iq2 = iq1 + chunks * iqn_wide * 128;
+        biases = shared + 32 * (phi_blocks * r.features + (chunks * iqn_wide + iqn_wide / 32 * last_rows));
+    }
+
+    // By one thread. What chunk c of the features needs comes in phase 0 of barrier c; w_iq2 comes with the last.
+    __device__ __forceinline__ void fill(const IqnWarpgroup& r, u64* barriers) const {
+        for (int c = 0; c < chunks; ++c) fx_bulk_barrier(barriers + c);
+        const int last = iqn_wide / 32 * last_rows * 128;
+        for (int c = 0; c < chunks; ++c) {
+            fx_bulk_expect(barriers + c, phi_blocks * 4096 + iqn_wide * 128 + (c == chunks - 1 ? last : 0));
+            for (int k = 0; k < phi_blocks; ++k) {
+                const int at = k * r.features + 32 * c;
+                fx_bulk_copy(phi + 128 * at, r.w_phi + 32 * at, 4096, barriers + c);
+            }
+            fx_bulk_copy(iq1 + c * iqn_wide * 128, r.w_iq1 + c * iqn_wide * 32, iqn_wide * 128, barriers + c);
+        }
+        fx_bulk_copy(iq2, r.w_iq2, last, barriers + chunks - 1);
+    }
+};
+
+// The lane's four numbers of 16 columns of row 8 h + g, from the sums of two fragments.
+__device__ __forceinline__ void iqn_quad(float (&v)[4], const float (&even)[4], const float (&odd)[4], int h) {
+    v[0] = even[2 * h];
+    v[1] = odd[2 * h];
+    v[2] = even[2 * h + 1];
+    v[3] = odd[2 * h + 1];
+}
+
+// Operand A for 16 k, two steps, from the lane's four numbers of rows 8 h + g.
+__device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd)[4], const float (&v)[2][4]) {
+    FX_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        even[h] = fx_tf32_made(v[h][0]);
+        even[2 + h] = fx_tf32_made(v[h][1]);
+        odd[h] = fx_tf32_made(v[h][2]);
+        odd[2 + h] = fx_tf32_made(v[h][3]);
+    }
+}
+
+// 64 rows from row0 on, of which the warp has 16.
+__device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
+                                                  int row0) {
+    const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+    const int row = row0 + (static_cast<int>(threadIdx.x) >> 5 & 3) * 16 + g;  // and 8 below it
+    const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
+    const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
+    const bool quads = fx_quads(r.h2, r.ld_h2);
+    float state[2][4];
+    FX_UNROLL
+    for (int q = 0; q < 2; ++q) fx_load(state[q], h2 + 16 * q, 4, quads);
+
+    unsigned cosines[2][4][4] = {};
+    {
+        float tau[2];
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) tau[h] = row + 8 * h < r.rows ? fx_global(r.tau)[row + 8 * h] : 0.0f;
+        FX_UNROLL
+        for (int c = 0; c < 4; ++c) {
+            if (16 * c >= r.cosines) break;
+            float v[2][4];
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) v[h][e] = iqn_feature(static_cast<float>(16 * c + 4 * t + e), tau[h]);
+            }
+            iqn_steps_of(cosines[c / 2][c % 2 * 2], cosines[c / 2][c % 2 * 2 + 1], v);
+        }
+    }
+    float hidden[iqn_wide / 8][4] = {};
+#pragma unroll 1
+    for (int c = 0; c < weights.chunks; ++c) {
+        float phi[4][4];
+        FX_UNROLL
+        for (int q = 0; q < 2; ++q) {
+            const float4 bias = *reinterpret_cast<const float4*>(weights.biases + 32 * c + 16 * q + 4 * t);
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                phi[2 * q][2 * h] = bias.x;
+                phi[2 * q + 1][2 * h] = bias.y;
+                phi[2 * q][2 * h + 1] = bias.z;
+                phi[2 * q + 1][2 * h + 1] = bias.w;
+            }
+        }
+        fx_bulk_wait(barriers + c, 0);
+        fx_warpgroup_begin<32>(phi, cosines[0], weights.phi + c * 4096);
+        if (weights.phi_blocks > 1) fx_warpgroup_begin<32>(phi, cosines[1], weights.phi + (r.features + 32 * c) * 128);
+        fx_warpgroup_wait<32>(phi);
+        unsigned mixed[4][4];
+        FX_UNROLL
+        for (int q = 0; q < 2; ++q) {
+            float v[2][4];
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                iqn_quad(v[h], phi[2 * q], phi[2 * q + 1], h);
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e]);
+            }
+            iqn_steps_of(mixed[2 * q], mixed[2 * q + 1], v);
+        }
+        fx_warpgroup_begin<iqn_wide>(hidden, mixed, weights.iq1 + c * iqn_wide * 128);
+        if (c + 1 < weights.chunks) {
+            FX_UNROLL
+            for (int q = 0; q < 2; ++q) fx_load(state[q], h2 + 32 * (c + 1) + 16 * q, 4, quads);
+        }
+        fx_warpgroup_wait<iqn_wide>(hidden);
+    }
+
+    unsigned words[iqn_wide / 32][4][4];
+    const float* const biases = weights.biases + r.features + 4 * t;
+    const bool quads_hidden = fx_quads(r.hidden, r.ld_hidden);
+    FX_UNROLL
+    for (int p = 0; p < iqn_wide / 16; ++p) {
+        const float4 quad = *reinterpret_cast<const float4*>(biases + 16 * p);
+        const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
+        float v[2][4];
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            iqn_quad(v[h], hidden[2 * p], hidden[2 * p + 1], h);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) v[h][e] = fx_activate(FX_RELU, v[h][e] + bias[e]);
+            if (r.hidden != nullptr && row + 8 * h < r.rows) {
+                float* const to = fx_global(r.hidden) + static_cast<long long>(row + 8 * h) * r.ld_hidden + 4 * t;
+                fx_store(to + 16 * p, v[h], 4, quads_hidden);
+            }
+        }
+        iqn_steps_of(words[p / 2][p % 2 * 2], words[p / 2][p % 2 * 2 + 1], v);
+    }
+    const bool quads_theta = fx_quads(r.theta, r.ld_theta);
+#pragma unroll 1
+    for (int o = 0; o < weights.last_rows; o += 16) {
+        float theta[2][4] = {};
+        FX_UNROLL
+        for (int k = 0; k < iqn_wide / 32; ++k) {
+            fx_warpgroup_begin<16>(theta, words[k], weights.iq2 + (k * weights.last_rows + o) * 128);
+        }
+        const float4 quad = *reinterpret_cast<const float4*>(biases + iqn_wide + o);
+        const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
+        fx_warpgroup_wait<16>(theta);
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            float v[4];
+            iqn_quad(v, theta[0], theta[1], h);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) v[e] += bias[e];
+            const int column = o + 4 * t;
+            fx_store(fx_global(r.theta) + static_cast<long long>(row + 8 * h) * r.ld_theta + column, v,
+                     row + 8 * h < r.rows ? r.outputs - column : 0, quads_theta);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
+    FX_DYN_SHARED(float4, dynamic);
+    __shared__ IqnWarpgroup place;
+    __shared__ u64 barriers[iqn_most];
+    int tile;
+    const IqnWarpgroup& record = fx_record(table, count, tile, place);
+    const u64 aligned = (reinterpret_cast<u64>(dynamic) + 1023) & ~1023ull;
+    const IqnResident weights(record, reinterpret_cast<float*>(aligned));
+    if (threadIdx.x == 0) weights.fill(record, barriers);
+    const int first = record.features, second = first + iqn_wide, all = second + weights.last_rows;
+    for (int e = static_cast<int>(threadIdx.x); e < all; e += 128 * iqn_groups) {
+        float bias = 0.0f;
+        if (e < first) {
+            bias = fx_global(record.b_phi)[e];
+        } else if (e < second) {
+            bias = fx_global(record.b_iq1)[e - first];
+        } else if (e - second < record.outputs) {
+            bias = fx_global(record.b_iq2)[e - second];
+        }
+        weights.biases[e] = bias;
+    }
+    fx_wait();
+    fx_trigger();
+    __syncthreads();
+    const int group = static_cast<int>(threadIdx.x) / 128;
+    for (int row0 = 64 * (group * record.tiles + tile); row0 < record.rows; row0 += 64 * iqn_groups * record.tiles) {
+        iqn_rows_of_group(record, weights, barriers, row0);
+    }
+}
+
+#endif
