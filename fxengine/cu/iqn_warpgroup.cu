@@ -4,9 +4,9 @@
 //   phi = relu(w_phi cos(pi j tau[r]) + b_phi), hidden = relu(w_iq1 (phi * h2[b]) + b_iq1),
 //   theta = w_iq2 hidden + b_iq2.
 //   A block holds all weights in shared memory, packed (pack.cuh). A warpgroup takes groups of 64 rows, the blocks of a
-//   record one after the other; it makes phi 32 columns at a time and multiplies them on at once. Operand A is always in
+//   record one after the other; it makes phi 64 columns at a time and multiplies them on at once. Operand A is always in
 //   registers: the sums of a product with packed rows are, for a product with packed k, in the lanes that want them.
-//   The network has 32 or 64 cosines, features in 32s and 128 hidden numbers; 16 rows belong to one sample.
+//   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample.
 #include "bulk_copy.cuh"
 #include "iqn_fused.cuh"
 #include "pack.cuh"
@@ -40,7 +40,8 @@ struct IqnWarpgroup {
 
 constexpr int iqn_groups = 3;  // warpgroups of a block
 constexpr int iqn_wide = 128;  // hidden numbers
-constexpr int iqn_most = 16;   // chunks of 32 features that have a barrier
+constexpr int iqn_part = 64;   // features of a chunk
+constexpr int iqn_most = 8;    // chunks that have a barrier
 
 // The shared memory of a block: packed weights, biases.
 struct IqnResident {
@@ -49,24 +50,24 @@ struct IqnResident {
     float* biases;  // phi, hidden, theta
 
     __device__ __forceinline__ IqnResident(const IqnWarpgroup& r, float* shared)
-        : chunks(r.features / 32), last_rows(fx_packed_rows(r.outputs)), phi_blocks(r.cosines / 32) {
+        : chunks(r.features / iqn_part), last_rows(fx_packed_rows(r.outputs)), phi_blocks(r.cosines / 32) {
         phi = fx_shared(shared);
         iq1 = phi + phi_blocks * r.features * 128;
-        iq2 = iq1 + chunks * iqn_wide * 128;
-        biases = shared + 32 * (phi_blocks * r.features + (chunks * iqn_wide + iqn_wide / 32 * last_rows));
+        iq2 = iq1 + r.features * iqn_wide * 4;
+        biases = shared + r.features * (32 * phi_blocks + iqn_wide) + iqn_wide * last_rows;
     }
 
     // By one thread. What chunk c of the features needs comes in phase 0 of barrier c; w_iq2 comes with the last.
     __device__ __forceinline__ void fill(const IqnWarpgroup& r, u64* barriers) const {
         for (int c = 0; c < chunks; ++c) fx_bulk_barrier(barriers + c);
-        const int last = iqn_wide / 32 * last_rows * 128;
+        const int last = iqn_wide * last_rows * 4, of_phi = iqn_part * 32, of_iq1 = iqn_part * iqn_wide;
         for (int c = 0; c < chunks; ++c) {
-            fx_bulk_expect(barriers + c, phi_blocks * 4096 + iqn_wide * 128 + (c == chunks - 1 ? last : 0));
+            fx_bulk_expect(barriers + c, 4 * (phi_blocks * of_phi + of_iq1) + (c == chunks - 1 ? last : 0));
             for (int k = 0; k < phi_blocks; ++k) {
-                const int at = k * r.features + 32 * c;
-                fx_bulk_copy(phi + 128 * at, r.w_phi + 32 * at, 4096, barriers + c);
+                const int at = k * r.features * 32 + c * of_phi;
+                fx_bulk_copy(phi + 4 * at, r.w_phi + at, 4 * of_phi, barriers + c);
             }
-            fx_bulk_copy(iq1 + c * iqn_wide * 128, r.w_iq1 + c * iqn_wide * 32, iqn_wide * 128, barriers + c);
+            fx_bulk_copy(iq1 + 4 * c * of_iq1, r.w_iq1 + c * of_iq1, 4 * of_iq1, barriers + c);
         }
         fx_bulk_copy(iq2, r.w_iq2, last, barriers + chunks - 1);
     }
@@ -99,9 +100,6 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
     const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
     const bool quads = fx_quads(r.h2, r.ld_h2);
-    float state[2][4];
-    FX_UNROLL
-    for (int q = 0; q < 2; ++q) fx_load(state[q], h2 + 16 * q, 4, quads);
 
     unsigned cosines[2][4][4] = {};
     {
@@ -123,10 +121,10 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     float hidden[iqn_wide / 8][4] = {};
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
-        float phi[4][4];
+        float phi[iqn_part / 8][4], state[iqn_part / 16][4];
         FX_UNROLL
-        for (int q = 0; q < 2; ++q) {
-            const float4 bias = *reinterpret_cast<const float4*>(weights.biases + 32 * c + 16 * q + 4 * t);
+        for (int q = 0; q < iqn_part / 16; ++q) {
+            const float4 bias = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 phi[2 * q][2 * h] = bias.x;
@@ -136,12 +134,15 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             }
         }
         fx_bulk_wait(barriers + c, 0);
-        fx_warpgroup_begin<32>(phi, cosines[0], weights.phi + c * 4096);
-        if (weights.phi_blocks > 1) fx_warpgroup_begin<32>(phi, cosines[1], weights.phi + (r.features + 32 * c) * 128);
-        fx_warpgroup_wait<32>(phi);
-        unsigned mixed[4][4];
+        const FxShared w_phi = weights.phi + c * iqn_part * 128;
+        fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
+        if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
         FX_UNROLL
-        for (int q = 0; q < 2; ++q) {
+        for (int q = 0; q < iqn_part / 16; ++q) fx_load(state[q], h2 + iqn_part * c + 16 * q, 4, quads);
+        fx_warpgroup_wait<iqn_part>(phi);
+        unsigned mixed[iqn_part / 32][4][4];
+        FX_UNROLL
+        for (int q = 0; q < iqn_part / 16; ++q) {
             float v[2][4];
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
@@ -149,12 +150,12 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
                 FX_UNROLL
                 for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e]);
             }
-            iqn_steps_of(mixed[2 * q], mixed[2 * q + 1], v);
+            iqn_steps_of(mixed[q / 2][q % 2 * 2], mixed[q / 2][q % 2 * 2 + 1], v);
         }
-        fx_warpgroup_begin<iqn_wide>(hidden, mixed, weights.iq1 + c * iqn_wide * 128);
-        if (c + 1 < weights.chunks) {
-            FX_UNROLL
-            for (int q = 0; q < 2; ++q) fx_load(state[q], h2 + 32 * (c + 1) + 16 * q, 4, quads);
+        FX_UNROLL
+        for (int k = 0; k < iqn_part / 32; ++k) {
+            const FxShared w_iq1 = weights.iq1 + (c * (iqn_part / 32) + k) * iqn_wide * 128;
+            fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1);
         }
         fx_warpgroup_wait<iqn_wide>(hidden);
     }

@@ -144,7 +144,7 @@ def fits_warpgroup(target: Target, precision: str, sizes: Sizes, quantiles: int)
 
 
 def _warpgroup_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
-    whole = sizes.cosines in (32, 64) and sizes.features % 32 == 0 and sizes.features <= 512 and quantiles % 16 == 0
+    whole = sizes.cosines in (32, 64) and sizes.features % 64 == 0 and sizes.features <= 512 and quantiles % 16 == 0
     fits = warpgroup_shared(sizes) + 2 * _STATIC <= target.shared_memory_optin
     return whole and sizes.width == MAX_WIDTH and fits
 
@@ -223,15 +223,18 @@ def forward(
     label = label or theta.name
     sizes = weights.sizes
     rows, quantiles = _check(tau, h2, weights, label)
-    _require_served(fits(program.target, program.precision, sizes), program, str(sizes), label, "fits")
+    if warpgroups is None:
+        warpgroups = fits_warpgroup(program.target, program.precision, sizes, quantiles)
+    if warpgroups:
+        served = program.precision == "tf32" and _warpgroup_shape(program.target, sizes, quantiles)
+        shape = f"{sizes} with {quantiles} quantiles"
+        _require_served(served, program, shape, label, "fits_warpgroup")
+    else:
+        _require_served(fits(program.target, program.precision, sizes), program, str(sizes), label, "fits")
     require_as(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
     require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
-    if fits_warpgroup(program.target, program.precision, sizes, quantiles) if warpgroups is None else warpgroups:
-        if not _warpgroup_shape(program.target, sizes, quantiles):
-            raise ValueError(
-                f"'{label}': {sizes} with {quantiles} quantiles is not for warpgroups (see fits_warpgroup)"
-            )
+    if warpgroups:
         _forward_by_warpgroups(program, tau, h2, weights, theta, hidden, blocks=min(-(-rows // 64), room), label=label)
         return
     # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.

@@ -124,9 +124,9 @@ def test_forward_against_float64(
     ("batch", "quantiles", "sizes", "pad"),
     [
         (2, 32, iqn_fused.Sizes(64, 64, 128, 12), 4),
-        (5, 16, iqn_fused.Sizes(32, 32, 128, 33), 3),
-        (1, 16, iqn_fused.Sizes(64, 96, 128, 1), 0),
-        (9, 48, iqn_fused.Sizes(32, 64, 128, 16), 1),
+        (5, 16, iqn_fused.Sizes(32, 64, 128, 33), 3),
+        (1, 16, iqn_fused.Sizes(64, 64, 128, 1), 0),
+        (9, 48, iqn_fused.Sizes(32, 128, 128, 16), 1),
     ],
 )
 def test_forward_by_warpgroups(
@@ -157,7 +157,7 @@ def test_forward_by_warpgroups(
 
 
 def test_nan_stays_with_its_rows_in_warpgroups(warpgroups: Device) -> None:
-    sizes = iqn_fused.Sizes(32, 32, 128, 5)
+    sizes = iqn_fused.Sizes(32, 64, 128, 5)
     net = Net(warpgroups, "tf32", batch=6, quantiles=16, sizes=sizes)
     net.arrays["h2"][4, 3] = np.nan
     h2 = net.data("sick", net.arrays["h2"])
