@@ -68,6 +68,11 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
     step.group("branches", branches, target=True)
 
 
+def _siblings(p: Pass, config: StepConfig) -> int:
+    """First layers of the heads, of all passes of the step: they run side by side."""
+    return (1 + len(config.branches)) * (3 if p.step.train else 1)
+
+
 def begin(p: Pass, config: StepConfig, h2: Tensor) -> dict[int, Unfinished]:
     """First layers of branches 0 and 1 as far as h2 [B, H2] makes them, by branch.
 
@@ -77,7 +82,7 @@ def begin(p: Pass, config: StepConfig, h2: Tensor) -> dict[int, Unfinished]:
     layers = {0: crossentropy.LAYERS, 1: 1}  # that one record finishes
     extra = {d: extra_columns(config, d) for d in layers if d < len(config.branches)}
     return {
-        d: p.begin_linear(h2, f"b{d}fc", name=f"b{d}fc")
+        d: p.begin_linear(h2, f"b{d}fc", siblings=_siblings(p, config), name=f"b{d}fc")
         for d, columns in extra.items()
         if columns and finish.fits(config.adv_h, columns, layers[d])
     }
@@ -106,7 +111,8 @@ def forward(
     """
     begun = begun or {}
     rows, total = h2.shape[0], sum(config.branches)
-    hidden = p.linear(h2, "v1", activation="relu", name="v1")
+    siblings = _siblings(p, config)
+    hidden = p.linear(h2, "v1", activation="relu", siblings=siblings, name="v1")
     v = p.linear(hidden, "v2", name="v2")
     q, lse = p.tensor("q", rows, total), p.tensor("lse", rows, total)
     best = p.tensor("best", rows, len(config.branches), dtype=np.int32) if greedy else None
@@ -117,7 +123,7 @@ def forward(
     for d, n in enumerate(config.branches):
         beside = wire if d == 0 else policy if d == 1 else flow
         x, y = h2 if beside is None else (h2, beside), begun[d].y if d in begun else None
-        hidden = p.linear(x, f"b{d}fc", activation="relu", y=y, name=f"b{d}fc")
+        hidden = p.linear(x, f"b{d}fc", activation="relu", y=y, siblings=siblings, name=f"b{d}fc")
         adv.append(p.linear(hidden, f"b{d}out", name=f"b{d}out"))
         dueling.forward(
             p.program,

@@ -65,6 +65,7 @@ class Pass:
         input_scale: Tensor | None = None,
         precision: str | None = None,
         y: Tensor | None = None,
+        siblings: int | None = None,
         name: str,
     ) -> Tensor:
         """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`."""
@@ -72,7 +73,15 @@ class Pass:
         full = name + self.suffix
         if self.trained:
             return self.tape.linear(
-                x, w, b, activation=activation, input_scale=input_scale, precision=precision, y=y, name=full
+                x,
+                w,
+                b,
+                activation=activation,
+                input_scale=input_scale,
+                precision=precision,
+                y=y,
+                siblings=siblings,
+                name=full,
             )
         if y is not None:
             return y
@@ -88,10 +97,11 @@ class Pass:
             activation=activation,
             label=f"{full}.fwd",
             precision=precision,
+            siblings=siblings,
         )
         return y
 
-    def begin_linear(self, x: Tensor, layer: str, *, name: str) -> Unfinished:
+    def begin_linear(self, x: Tensor, layer: str, *, siblings: int | None = None, name: str) -> Unfinished:
         """A ReLU layer's product with the first columns of its input, x, for who makes the others to finish.
 
         `linear(..., y=<its y>)` then stands for the whole layer.
@@ -99,5 +109,6 @@ class Pass:
         weight, known = self.weight(f"w_{layer}"), x.shape[1]
         y = self.tensor(name, x.shape[0], weight.shape[0])
         first, last = weight.columns(0, known), weight.columns(known, weight.shape[1])
-        linear.forward(self.program, x, first, self.weight(f"b_{layer}"), y, label=f"{name}{self.suffix}.fwd")
+        bias, label = self.weight(f"b_{layer}"), f"{name}{self.suffix}.fwd"
+        linear.forward(self.program, x, first, bias, y, siblings=siblings, label=label)
         return Unfinished(y, last)

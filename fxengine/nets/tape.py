@@ -219,6 +219,7 @@ class Tape:
         input_scale: Tensor | None = None,
         precision: str | None = None,
         y: Tensor | None = None,
+        siblings: int | None = None,
         name: str,
     ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
@@ -231,6 +232,7 @@ class Tape:
             input_scale: one float on the device that multiplies the gradient into x, not those of w and b.
             precision: of this layer's products, forward and backward, if not the program's.
             y: [M, N], what other records have made: only the backward is left.
+            siblings: number of products like the forward's that run side by side, if it is known.
             name: of y.
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
@@ -246,6 +248,7 @@ class Tape:
                 activation=activation,
                 label=f"{name}.fwd",
                 precision=precision,
+                siblings=siblings,
             )
 
         def backward(gradients: Gradients) -> None:

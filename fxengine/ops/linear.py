@@ -100,6 +100,7 @@ def forward(
     label: str | None = None,
     precision: str | None = None,
     tile: str | None = None,
+    siblings: int | None = None,
 ) -> Launch:
     """Append y = activation(x wᵀ + b), or y += x wᵀ + b.
 
@@ -114,6 +115,7 @@ def forward(
         label: name of the record (default: y's name).
         precision: of the product, if not the program's.
         tile: a key of `TILES[program.precision]` (default: `choose_tile`).
+        siblings: number of products like this one that run side by side, for the choice of the tile.
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -129,7 +131,9 @@ def forward(
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     mode = _precision(label, precision or program.precision, program.target)
-    name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(program.target, m, n, k, precision=mode)
+    name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
+        program.target, m, n, k, precision=mode, siblings=siblings
+    )
     if TILES[mode][name].packed:
         w = packed(program, w, k2=k - x1.shape[1])
     fields = {

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _SLICES = (1, 2, 4, 8, 16, 32, 64)
 _SLICE_ROWS = 256
 
-# A product is given one over so many of the device: it shares it with others of its level.
-_SIBLINGS = {"forward": 4, "dx": 2, "dw": 16}
+# A product is given one over so many of the device: it shares it with others of its level. Who knows how many, says so.
+_SIBLINGS = {"forward": 4, "dx": 1, "dw": 16}
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,23 @@ PRECISIONS: tuple[str, ...] = tuple(TILES)
 
 
 def choose_tile(
-    target: Target, rows: int, columns: int, depth: int, *, kind: str = "forward", precision: str = "fp32"
+    target: Target,
+    rows: int,
+    columns: int,
+    depth: int,
+    *,
+    kind: str = "forward",
+    precision: str = "fp32",
+    siblings: int | None = None,
 ) -> str:
     """Name of the tile with the smallest estimated time for `rows` x `columns` sums of `depth` terms.
 
-    A pure function of its arguments; `kind` is `forward` or `dx`.
+    A pure function of its arguments; `kind` is `forward` or `dx`, `siblings` the number of such products that run side
+    by side, if it is known.
     """
     choices = _costs(target, precision, kind)
-    return min(choices, key=lambda name: _cost(target, *choices[name], rows, (columns,), depth, share=_SIBLINGS[kind]))
+    share = siblings or _SIBLINGS[kind]
+    return min(choices, key=lambda name: _cost(target, *choices[name], rows, (columns,), depth, share=share))
 
 
 def _costs(target: Target, precision: str, kind: str) -> dict[str, tuple[Tile, Cost]]:
