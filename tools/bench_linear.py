@@ -5,8 +5,8 @@
 Each line is one layer, one kind (forward, dx, dw) and one batch: µs per launch and TFLOP/s of every tile, the
 fastest one marked `*`, the one that `choose_tile` picks marked `<`. A launch is timed inside a captured graph of
 `--chain` copies that follow each other (hand-off included, caches warm), median of `--repeats` replays. `heads dx` is
-the gradient of what all heads read, one record with many sources. The last lines sum µs over all layers: for each tile,
-for the choice, and for the fastest of each line.
+the gradient of what all heads read, one record with many sources. The last lines sum µs over all layers: for each tile
+that has every line, for the choice, and for the fastest of each line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from fxengine.driver import Device, Stream
 from fxengine.graphs import Plan, Program, node_times
 from fxengine.ops import linear
+from fxengine.ops.linear_tiles import served
 
 #: Layers of the default network: name, rows per sample, outputs, inputs.
 LAYERS: tuple[tuple[str, int, int, int], ...] = (
@@ -69,7 +70,11 @@ class Line:
     def __str__(self) -> str:
         flop = 2.0 * self.m * self.n * self.k
         cells = []
-        for tile, us in self.us.items():
+        for tile in linear.TILES[self.precision]:
+            us = self.us.get(tile)
+            if us is None:
+                cells.append(" " * 18)
+                continue
             mark = ("*" if tile == self.fastest else " ") + ("<" if tile == self.chosen else " ")
             cells.append(f"{us:9.2f} {flop / us * 1e-6:6.2f}{mark}")
         return f"{self.batch:>5} {self.layer:<5} {self.kind:<8} {self.m:>7}x{self.n:<4}x{self.k:<4}" + "".join(cells)
@@ -99,7 +104,7 @@ def measure(device: Device, stream: Stream, precision: str, batch: int, chain: i
     for layer, m, n, k, kind in [*layers, ("heads", batch, sum(HEADS), 256, "dx")]:
         chosen = declare(Program(device.target, precision), layer, kind, m, n, k, None)
         us = {}
-        for tile in linear.TILES[precision]:
+        for tile in served(device.target, precision, kind):
             program = Program(device.target, precision)
             declare(program, layer, kind, m, n, k, tile)
             with Plan(program, device) as plan:
@@ -130,7 +135,8 @@ def main() -> None:
     for precision in options.precision:
         for batch in options.batch:
             mine = [line for line in lines if line.batch == batch and line.precision == precision]
-            sums = ", ".join(f"{t} {sum(line.us[t] for line in mine):.1f}" for t in linear.TILES[precision])
+            common = [t for t in linear.TILES[precision] if all(t in line.us for line in mine)]
+            sums = ", ".join(f"{t} {sum(line.us[t] for line in mine):.1f}" for t in common)
             chosen = sum(line.us[line.chosen] for line in mine)
             fastest = sum(line.us[line.fastest] for line in mine)
             print(f"{precision}, batch {batch}, sum of µs: {sums}; chosen {chosen:.1f}, fastest {fastest:.1f}")

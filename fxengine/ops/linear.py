@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
 from fxengine.ops.checks import describe, separate
-from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_warpgroups
+from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_warpgroups, tiles_of
 from fxengine.ops.pack import packed, packed_transpose
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _families(
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
         return Family(
             f"{stem}_{name}",
-            source=f"linear_{kind}_warpgroup.cu" if tile.packed else f"{stem}.cu",
+            source=f"linear_{kind}_warpgroup.cu" if tile.warpgroups else f"{stem}.cu",
             kernel=f"fx_{stem}_{name}",
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
@@ -76,10 +76,7 @@ def _families(
             early=early,
         )
 
-    return {
-        mode: {name: family(mode, name, tile) for name, tile in of.items() if kind != "dw" or not tile.packed}
-        for mode, of in TILES.items()
-    }
+    return {mode: {n: family(mode, n, tile) for n, tile in tiles_of(kind, mode).items()} for mode in TILES}
 
 
 #: Kernel families by precision and tile name. Weight gradients are late: only the optimizer waits for them.
@@ -114,7 +111,7 @@ def forward(
         accumulate: add to y instead of overwriting it.
         label: name of the record (default: y's name).
         precision: of the product, if not the program's.
-        tile: a key of `TILES[program.precision]` (default: `choose_tile`).
+        tile: a key of `FORWARD[program.precision]` (default: `choose_tile`).
         siblings: number of products like this one that run side by side, for the choice of the tile.
 
     Raises:
@@ -134,7 +131,7 @@ def forward(
     name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
         program.target, m, n, k, precision=mode, siblings=siblings
     )
-    if TILES[mode][name].packed:
+    if TILES[mode][name].warpgroups:
         w = packed(program, w, k2=k - x1.shape[1])
     fields = {
         **_operand("x", x1),
@@ -186,7 +183,7 @@ def backward_dx(
         accumulate: add to dx instead of overwriting it.
         label: name of the record (default: dx's name).
         precision: of the product, if not the program's.
-        tile: a key of `TILES[program.precision]` (default: `choose_tile`).
+        tile: a key of `DX[program.precision]` (default: `choose_tile`).
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -213,7 +210,7 @@ def backward_dx(
     name = _tile(label, program.target, DX, mode, tile) or choose_tile(
         program.target, m, k, sum(widths), kind="dx", precision=mode
     )
-    if TILES[mode][name].packed:
+    if TILES[mode][name].warpgroups:
         sources = [(dy_i, packed_transpose(program, w_i), scale_i) for dy_i, w_i, scale_i in sources]
     fields = {
         "dy": [dy_i for dy_i, _, _ in sources],
@@ -474,7 +471,7 @@ def _tile(
             f"linear '{label}': a block of tile {tile!r} takes {needed} bytes of shared memory, "
             f"the device has {target.shared_memory_optin}; choose a smaller tile"
         )
-    if tile.startswith("w") and target.kind == "cuda" and not has_warpgroups(target):
+    if TILES[mode][tile].warpgroups and target.kind == "cuda" and not has_warpgroups(target):
         raise ProgramError(f"linear '{label}': tile {tile!r} needs the warpgroups of sm_90, not {target.arch}")
     return tile
 

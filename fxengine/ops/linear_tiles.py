@@ -30,19 +30,19 @@ class Tile:
         columns: width in outputs.
         depth: elements of the sum per step of the block.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
-        packed: it reads packed weights (`ops.pack`) by warpgroups, which sm_90 alone has; not for weight gradients.
+        warpgroups: it works by warpgroups, which sm_90 alone has; forward and dx then read packed weights (`ops.pack`).
     """
 
     rows: int
     columns: int
     depth: int
     stages: int = 0
-    packed: bool = False
+    warpgroups: bool = False
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory of a block; packed weights are aligned in it."""
-        return 4 * self.stages * self.depth * (self.rows + self.columns) + 1024 * self.packed
+        """Bytes of dynamic shared memory of a block; warpgroups' operands are aligned in it."""
+        return 4 * self.stages * self.depth * (self.rows + self.columns) + 1024 * self.warpgroups
 
     def count(self, rows: int, *columns: int) -> int:
         """Blocks for `rows` x each of `columns` (parts that may not share a tile)."""
@@ -58,8 +58,9 @@ _TENSOR_TILES = {
     "16x16": Tile(16, 16, 128),
 }
 _WARPGROUP_TILES = {
-    "w64x128": Tile(64, 128, 32, stages=3, packed=True),
-    "w64x64": Tile(64, 64, 32, stages=3, packed=True),
+    "w128x128": Tile(128, 128, 32, stages=3, warpgroups=True),
+    "w64x128": Tile(64, 128, 32, stages=3, warpgroups=True),
+    "w64x64": Tile(64, 64, 32, stages=3, warpgroups=True),
 }
 #: The tile shapes that the kernels exist for, by precision and name.
 TILES: dict[str, dict[str, Tile]] = {
@@ -131,6 +132,8 @@ _TENSOR = {
         "32x32": Cost(2300, 7.2, 0, 4.9),
         "16x32": Cost(1900, 4.9, 180, 4.2),
         "16x16": Cost(1630, 3.0, 600, 3.2),
+        "w128x128": Cost(5500, 30, 0, 14),
+        "w64x128": Cost(5000, 25, 0, 8),
     },
 }
 
@@ -154,23 +157,34 @@ def choose_tile(
     A pure function of its arguments; `kind` is `forward` or `dx`, `siblings` the number of such products that run side
     by side, if it is known.
     """
-    choices = _costs(target, precision, kind)
-    share = siblings or _SIBLINGS[kind]
-    return min(choices, key=lambda name: _cost(target, *choices[name], rows, (columns,), depth, share=share))
+    tiles, share = served(target, precision, kind), siblings or _SIBLINGS[kind]
+
+    def cost(name: str) -> float:
+        return _cost(target, tiles[name], _clocks(precision, kind)[name], rows, (columns,), depth, share=share)
+
+    return min(tiles, key=cost)
 
 
-def _costs(target: Target, precision: str, kind: str) -> dict[str, tuple[Tile, Cost]]:
-    """Tiles whose blocks find room on the device, with their costs."""
-    costs = _FP32 if precision == "fp32" else _TENSOR[kind]
+def tiles_of(kind: str, precision: str) -> dict[str, Tile]:
+    """The tiles that have a kernel of this kind (`forward`, `dx`, `dw`), by name."""
+    return {name: tile for name, tile in TILES[precision].items() if name in _clocks(precision, kind)}
+
+
+def served(target: Target, precision: str, kind: str) -> dict[str, Tile]:
+    """Those whose blocks find room on the device, and their instructions."""
     return {
-        name: (tile, costs[name])
-        for name, tile in TILES[precision].items()
-        if name in costs and tile.shared <= target.shared_memory_optin and (not tile.packed or has_warpgroups(target))
+        name: tile
+        for name, tile in tiles_of(kind, precision).items()
+        if tile.shared <= target.shared_memory_optin and (not tile.warpgroups or has_warpgroups(target))
     }
 
 
+def _clocks(precision: str, kind: str) -> dict[str, Cost]:
+    return _FP32 if precision == "fp32" else _TENSOR[kind]
+
+
 def has_warpgroups(target: Target) -> bool:
-    """Whether the device has the instructions of the packed tiles."""
+    """Whether the device has the instructions of the tiles that work by warpgroups."""
     return target.arch in ("sm_90", "sm_90a")
 
 
@@ -188,18 +202,19 @@ def choose_dw(
     Weight gradients share launches, so each is given a sixteenth of the device, which favours tiles that waste no work
     over tiles that finish soon.
     """
-    choices = _costs(target, precision, "dw")
+    tiles = served(target, precision, "dw") if tile is None else {tile: TILES[precision][tile]}
     slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
     possible = [
         (name, s)
-        for name in (choices if tile is None else [tile])
+        for name, shape in tiles.items()
         for s in slices
-        if s == 1 or choices[name][0].count(rows, *columns) < 2 * target.sm_count  # else the outputs fill the device
+        if s == 1 or shape.count(rows, *columns) < 2 * target.sm_count  # else the outputs fill the device
     ]
 
     def cost(choice: tuple[str, int]) -> float:
         name, slices = choice
-        return _cost(target, *choices[name], rows, columns, depth, slices=slices, share=_SIBLINGS["dw"])
+        clocks, share = _clocks(precision, "dw")[name], _SIBLINGS["dw"]
+        return _cost(target, tiles[name], clocks, rows, columns, depth, slices=slices, share=share)
 
     return min(possible, key=cost)
 

@@ -19,13 +19,13 @@ from tests.support import assert_close
 
 Array = NDArray[np.float32]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "elu", "relu", "tanh")
-TILES = [(precision, tile) for precision, tiles in linear.TILES.items() for tile in tiles]
+TILES = [(precision, tile) for precision, tiles in linear.FORWARD.items() for tile in tiles]
 DW_TILES = [(precision, tile) for precision, tiles in linear.DW.items() for tile in tiles]
 
 
 def dw_tile(tile: str | None) -> str | None:
-    """A tile for the weight gradients beside a product with that tile: those with packed weights have none."""
-    return tile if tile is None or not tile.startswith("w") else "64x64"
+    """A tile for the weight gradients beside a product with that tile."""
+    return tile if tile is None or tile in linear.DW["tf32"] else "w64x128"
 
 
 class Bench:

@@ -66,5 +66,5 @@ def test_tiles_that_need_it_are_refused_elsewhere() -> None:
     x, w, y = program.tensor("x", (64, 64)), program.tensor("w", (64, 64)), program.tensor("y", (64, 64))
     with pytest.raises(ProgramError, match="tile 'w64x64' needs the warpgroups of sm_90, not sm_80"):
         linear.forward(program, x, w, None, y, tile="w64x64")
-    with pytest.raises(ProgramError, match="unknown tile 'w64x64'"):
+    with pytest.raises(ProgramError, match="unknown tile 'w64x64'"):  # not for weight gradients
         linear.backward_dw(program, y, x, w, tile="w64x64")
