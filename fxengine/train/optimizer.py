@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import CONSTANTS, Family, Launch, Program, Tensor
+from fxengine.graphs.program import Value
 from fxengine.train.groups import ParamGroup
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def optimize(
 ) -> Guard:
     """Append gradient norms, clip factors, the guard, Adam, and what follows the parameters in the same pass.
 
-    The gradients must be complete in the program by then, made by it or by the host; once per program. Nothing changes, bit for bit, but the norms
-    and the guard, while a norm is not finite.
+    The gradients must be complete in the program by then, made by it or by the host; once per program. Nothing changes,
+    bit for bit, but the norms and the guard, while a norm is not finite.
 
     Args:
         program: program to append to.
@@ -121,26 +122,25 @@ def _norm(program: Program, groups: Sequence[ParamGroup]) -> list[Tensor]:
     By the records that write the gradients, where they can; else by records of their own, which are appended.
     """
     reporters = [_reporters(program, group) for group in groups]
-    parts = [
-        [_reported(r) for r in own] if own else [-(-group.size // _NORM_TILE)]
+    counts = [
+        sum(map(_reported, own)) if own else -(-group.size // _NORM_TILE)
         for group, own in zip(groups, reporters, strict=True)
     ]
-    whole = program.tensor("optimizer.partials", (sum(map(sum, parts)),), np.float64)
+    ends = np.cumsum(counts)
+    whole = program.tensor("optimizer.partials", (int(ends[-1]),), np.float64)
+    partials = [whole.rows(int(end) - n, int(end)) for n, end in zip(counts, ends, strict=True)]
     # Every record reads what all of them read, so that all become ready together and share one launch.
     reads = [group.grads for group, own in zip(groups, reporters, strict=True) if not own]
-    partials: list[Tensor] = []
-    end = 0
-    for group, own, counts in zip(groups, reporters, parts, strict=True):
-        start = end
-        for record, count in zip(own or [None], counts, strict=True):
-            part = whole.rows(end, end + count)
-            end += count
-            if record:
-                program.amend(record, {"squares": part}, writes=[part])
-            else:
-                fields = {"grads": group.grads, "partials": part, "length": group.size}
-                program.launch(NORM, fields, reads=reads, writes=[part], label=f"norm.{group.name}")
-        partials.append(whole.rows(start, end))
+    for group, own, part in zip(groups, reporters, partials, strict=True):
+        first = 0
+        for record in own:
+            count = _reported(record)
+            squares = part.rows(first, first + count)
+            program.amend(record, {"squares": squares}, writes=[squares])
+            first += count
+        if not own:
+            fields: dict[str, Value] = {"grads": group.grads, "partials": part, "length": group.size}
+            program.launch(NORM, fields, reads=reads, writes=[part], label=f"norm.{group.name}")
     return partials
 
 
@@ -150,13 +150,11 @@ def _reported(record: Launch) -> int:
 
 
 def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
-    """The records that write the gradients of a group last, if these can report the squares of all of them and of
-    nothing else; else none."""
+    """The records that write the gradients of a group last, in order, if these can report the squares of all of them
+    and of nothing else; else none."""
     last: dict[Launch, set[tuple[int, ...]]] = {}
     for parameter in group.parameters:
-        region = parameter.grad.region()
-        writers = (r for r in reversed(program.launches) if any(t.storage is region.storage and region.overlaps(t.region()) for t in r.writes))
-        record = next(writers, None)
+        record = _last_writer(program, parameter.grad)
         if record is None:
             return []
         last.setdefault(record, set()).add(_extent(parameter.grad))
@@ -165,6 +163,14 @@ def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
         if any(t.storage is not group.grads.storage for t in gradients) or {_extent(t) for t in gradients} != due:
             return []
     return [record for record in program.launches if record in last]
+
+
+def _last_writer(program: Program, tensor: Tensor) -> Launch | None:
+    region = tensor.region()
+    for record in reversed(program.launches):
+        if any(t.storage is region.storage and region.overlaps(t.region()) for t in record.writes):
+            return record
+    return None
 
 
 def _extent(tensor: Tensor) -> tuple[int, ...]:
