@@ -12,12 +12,14 @@
 //                    each warp its rows in turn, then the warps
 //
 // fx_columnsum: out[c] = (or +=) sum over the rows of x[r, c]. In double: row groups r mod 8 in turn, then the groups.
+//   squares[tile] = sum of squares of the tile's 32 columns of out, where it is asked for.
 //
 // One warp has one row. Lane l has the quads l, l + 32, ... of it whatever the alignment, so that the order of the sums
 // depends on the width alone. Rows of up to 256 for which every operand allows 16-byte accesses are read once and kept
 // in registers. All others are read again for each pass (from the first-level cache), with the same bits; their code
 // stands apart, so that what the usual rows run lies close together.
 #include "linear.cuh"  // fx_load, fx_store, fx_quads
+#include "squares.cuh"
 
 struct GluNormForward {
     int first_tile;
@@ -64,12 +66,13 @@ struct GluNormBackward {
 struct ColumnSum {
     int first_tile;
     int tiles;
-    const float* x;  // [rows, cols]
-    float* out;      // [cols]
-    long long ld;    // floats between rows
+    const float* x;   // [rows, cols]
+    float* out;       // [cols]
+    double* squares;  // [tiles] or null
+    long long ld;     // floats between rows
     int rows;
     int cols;
-    int accumulate;  // 1 = out +=
+    int accumulate;   // 1 = out +=
 };
 
 // 1 / x, 1 <= x <= 2, to 1 unit in the last place.
@@ -478,9 +481,14 @@ extern "C" __global__ void __launch_bounds__(256) fx_columnsum(const ColumnSum* 
     }
     sums[group][lane] = sum;
     __syncthreads();
-    if (group != 0 || column >= r.cols) return;
+    FxSquares squares;
+    if (group == 0 && column < r.cols) {
 #pragma unroll
-    for (int other = 1; other < 8; ++other) sum += sums[other][lane];
-    if (r.accumulate != 0) sum += r.out[column];
-    r.out[column] = static_cast<float>(sum);
+        for (int other = 1; other < 8; ++other) sum += sums[other][lane];
+        if (r.accumulate != 0) sum += r.out[column];
+        const float total = static_cast<float>(sum);
+        r.out[column] = total;
+        squares.add(total);
+    }
+    fx_squares_store<256>(r.squares, tile, squares);
 }

@@ -23,8 +23,9 @@
 //   take 1600 products of 1.5 clocks, shared memory 2450 clocks; a warp's registers are full, so what can be found out
 //   again is.
 //
-// fx_iqn_gradients: sums of the slices in their order, = or +=.
+// fx_iqn_gradients: sums of the slices in their order, = or +=; squares[tile] = sum of squares of the tile's results.
 #include "iqn_fused_tile.cuh"
+#include "squares.cuh"
 
 struct IqnBackward {
     int first_tile;
@@ -67,6 +68,7 @@ struct IqnGradients {
     float* dw_phi;         // [features, cosines]
     float* db_phi;         // [features]
     float* db_iq1;         // [width]
+    double* squares;       // [tiles] or null
     int ld_iq1;            // floats between rows
     int ld_phi;
     int cosines;
@@ -621,15 +623,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_16(con
     iqn_backward<2, 16>(table, count, shared);
 }
 
-// A tile is 256 numbers of the gradients, in the order of `partial`.
-extern "C" __global__ void __launch_bounds__(256) fx_iqn_gradients(const IqnGradients* table, int count) {
-    int tile;
-    const IqnGradients r = fx_record(table, count, tile);
-    const int iq1 = r.width * r.features, phi = r.features * r.cosines, all = iq1 + phi + r.features + r.width;
-    const int at = tile * 256 + static_cast<int>(threadIdx.x);
-    fx_wait();
-    fx_trigger();
-    if (at >= all) return;
+// Number `at` of the gradients, in the order of `partial`.
+__device__ __forceinline__ float iqn_gradient(const IqnGradients& r, int at, int all) {
+    const int iq1 = r.width * r.features, phi = r.features * r.cosines;
     float total = 0.0f;
 #pragma unroll 11
     for (int slice = 0; slice < r.slices; ++slice) total += r.partial[static_cast<long long>(slice) * all + at];
@@ -643,5 +639,20 @@ extern "C" __global__ void __launch_bounds__(256) fx_iqn_gradients(const IqnGrad
     } else {
         to = r.db_iq1 + (at - iq1 - phi - r.features);
     }
-    *to = r.accumulate != 0 ? *to + total : total;
+    if (r.accumulate != 0) total += *to;
+    *to = total;
+    return total;
+}
+
+// A tile is 256 numbers of the gradients.
+extern "C" __global__ void __launch_bounds__(256) fx_iqn_gradients(const IqnGradients* table, int count) {
+    int tile;
+    const IqnGradients r = fx_record(table, count, tile);
+    const int all = r.width * r.features + r.features * r.cosines + r.features + r.width;
+    const int at = tile * 256 + static_cast<int>(threadIdx.x);
+    FxSquares squares;
+    fx_wait();
+    fx_trigger();
+    if (at < all) squares.add(iqn_gradient(r, at, all));
+    fx_squares_store<256>(r.squares, tile, squares);
 }

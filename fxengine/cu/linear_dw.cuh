@@ -5,8 +5,13 @@
 // partial tile; the block that arrives last adds all partial tiles in slice order, whoever it is, so the bits never
 // depend on timing. `arrived` must be 0 before the first launch; that block sets it back to 0. With one slice neither
 // is touched.
+//
+// squares[tile of dw] = sum of squares of the tile and of the part of db that goes with it, as they are stored. What
+// does not exist is made of zeros and counts as such; where it is NaN, for a zero has met an infinity, so is something
+// that exists.
 #pragma once
 #include "linear.cuh"
+#include "squares.cuh"
 
 struct LinearDw {
     int first_tile;
@@ -18,6 +23,7 @@ struct LinearDw {
     float* db;          // [n] or null
     float* partial;     // [tiles of dw, slices, BM * (BN + 1)]: tile, then its part of db; null with one slice
     unsigned* arrived;  // [tiles of dw]; null with one slice
+    double* squares;    // [tiles of dw] or null
     int lddy;           // elements from one row to the next
     int ldx;
     int ldx2;
@@ -56,7 +62,7 @@ struct LinearDwTile {
 // Stores W neighbouring results of the tile at (row, column).
 template <class T, int W>
 __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const LinearDwTile<T>& t, int row, int column,
-                                                   float (&v)[W]) {
+                                                   float (&v)[W], FxSquares& squares) {
     const int left = t.n0 + row < r.n ? t.columns - column : 0;
     float* tile = fx_global(r.dw) + static_cast<long long>(t.n0) * r.lddw + t.column0;
     float* dw = tile + static_cast<long long>(row) * r.lddw + column;
@@ -68,13 +74,17 @@ __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const Line
         for (int e = 0; e < W; ++e) v[e] += before[e];
     }
     fx_store(dw, v, left, quads);
+    squares.add(v);
 }
 
 template <class T>
-__device__ __forceinline__ void fx_linear_db_store(const LinearDw& r, const LinearDwTile<T>& t, float sum) {
+__device__ __forceinline__ void fx_linear_db_store(const LinearDw& r, const LinearDwTile<T>& t, float sum,
+                                                   FxSquares& squares) {
     const int row = static_cast<int>(threadIdx.x);
     if (row >= T::BM || t.n0 + row >= r.n) return;
-    r.db[t.n0 + row] = r.accumulate ? r.db[t.n0 + row] + sum : sum;
+    if (r.accumulate) sum += r.db[t.n0 + row];
+    r.db[t.n0 + row] = sum;
+    squares.add(sum);
 }
 
 // Tells whether this block is the last of its tile to arrive; what the others stored before is then visible to it.
@@ -111,21 +121,19 @@ __device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, t
     T::template add<true, false, false>(sums, begin < end ? 1 : 0, slice, shared, ready);
 }
 
+// Stores the tile of a sum that is not cut; or the block's slice of it and, if the others are there, the tile. Tells
+// whether the tile is stored.
 template <class T>
-__device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, float* shared) {
-    typename T::Sums sums = {};
-    fx_linear_dw_sums<T>(r, tile, sums, shared);
-    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
-    const LinearDwTile<T> t(r, fx_linear_again(tile));
+__device__ __forceinline__ bool fx_linear_dw_results(const LinearDw& r, const LinearDwTile<T>& t,
+                                                     const typename T::Sums& sums, float* shared, FxSquares& squares) {
     const bool with_bias = r.db && t.column0 == 0;
-
     const auto nothing = [](int, int, auto&) {};
     if (r.slices == 1) {
         T::template outputs<1>(sums, shared, nothing, [&](int row, int column, auto& v, const auto&) {
-            fx_linear_dw_store(r, t, row, column, v);
+            fx_linear_dw_store(r, t, row, column, v, squares);
         });
-        if (with_bias) fx_linear_db_store(r, t, T::row_sums(sums, shared));
-        return;
+        if (with_bias) fx_linear_db_store(r, t, T::row_sums(sums, shared), squares);
+        return true;
     }
     constexpr int PART = T::BM * (T::BN + 1);
     float* parts = fx_global(r.partial) + static_cast<long long>(t.index) * r.slices * PART;
@@ -137,7 +145,7 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
         const float sum = T::row_sums(sums, shared);
         if (threadIdx.x < T::BM) mine[T::BM * T::BN + threadIdx.x] = sum;
     }
-    if (!fx_linear_last(r.arrived + t.index, r.slices)) return;
+    if (!fx_linear_last(r.arrived + t.index, r.slices)) return false;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * T::WIDTH; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
         float v[T::WIDTH] = {};
@@ -148,15 +156,26 @@ __device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, f
             FX_UNROLL
             for (int e = 0; e < T::WIDTH; ++e) v[e] += part[e];
         }
-        fx_linear_dw_store(r, t, i / T::BN, i % T::BN, v);
+        fx_linear_dw_store(r, t, i / T::BN, i % T::BN, v, squares);
     }
     if (with_bias && threadIdx.x < T::BM) {
         float sum = 0.0f;
         for (int s = 0; s < r.slices; ++s) {
             sum += parts[static_cast<long long>(s) * PART + T::BM * T::BN + threadIdx.x];
         }
-        fx_linear_db_store(r, t, sum);
+        fx_linear_db_store(r, t, sum, squares);
     }
+    return true;
+}
+
+template <class T>
+__device__ __forceinline__ void fx_linear_dw_tile(const LinearDw& r, int tile, float* shared) {
+    typename T::Sums sums = {};
+    fx_linear_dw_sums<T>(r, tile, sums, shared);
+    // What follows from `tile` is worked out again: kept, it would cost registers that the product needs.
+    const LinearDwTile<T> t(r, fx_linear_again(tile));
+    FxSquares squares;
+    if (fx_linear_dw_results(r, t, sums, shared, squares)) fx_squares_store<T::THREADS>(r.squares, t.index, squares);
 }
 
 template <class T>

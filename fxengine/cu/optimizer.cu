@@ -1,19 +1,19 @@
 // Gradient norms, the non-finite guard, clipping, Adam and the targets that follow the parameters.
 //
-// fx_norm: one record per parameter group, all groups of the step in one launch.
+// fx_norm: one record per parameter group, for those whose gradients come from elsewhere than kernels that report sums
+//   of squares themselves (squares.cuh).
 //   partials[tile] = sum of squares of 4096 gradients. A thread adds its 16 squares in float while their sum is far
 //   from both ends of float's range, else in double; everything beyond a thread is in double.
-//   The last tile of the first record only makes corrections = {1 - beta1^t, 1 - beta2^t}, t = counters[1] + 1, in
-//   double: a power takes as long as all the rest.
 //
 // fx_adam: one record per parameter group, 2048 elements per tile. Every block finishes the norm of its group itself,
-//   in one fixed order, while its elements are on their way; so no block of fx_norm has to wait for the others.
+//   in one fixed order, while its elements are on their way; so nobody who makes partial sums waits for the others.
 //     norm  = sqrt(sum of the group's partials)   float; it may overflow to inf while the norm itself is finite
 //     scale = min(1, clip / (norm + 1e-6))        from the norm in double
 //   The first tile of a group writes them, the first of all also skip = 1 if some norm is not finite, and group_mask
 //   with bit `group` of those. Nothing else is written when skip is set. Otherwise
 //   g' = clamp(scale g, G)    m = clamp(beta1 m + (1 - beta1) g', M)    v = min(beta2 v + (1 - beta2) g'^2, V)
-//   w -= lr (m / corrections[0] / (sqrt(v / corrections[1]) + eps) + weight_decay w)
+//   w -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)    t = counters[1] + 1
+//   The powers are made in double by every block, beside the norm.
 //   decay and the clamp of w to [-W, W] for matrices only. A bound is max(slot, bound_floor); a slot of 0 = no bound.
 //   target += tau (w - target) with the new w, where the group has targets and `kinds` says so. A tau of 0 leaves the
 //   targets every bit, a tau of 1 makes them the new w bit for bit.
@@ -27,12 +27,8 @@
 struct Norm {
     int first_tile;
     int tiles;
-    const float* grads;                  // [length], 16-byte aligned
-    double* partials;                    // [tiles], of the first record one less
-    const unsigned long long* counters;  // 4 counters: see step.cu
-    const float* beta1;                  // signal
-    const float* beta2;                  // signal
-    float* corrections;                  // [2] in the first record, else null
+    const float* grads;  // [length], 16-byte aligned
+    double* partials;    // [tiles]
     long long length;
 };
 
@@ -47,6 +43,7 @@ struct Adam {
     const unsigned* kinds;          // [length / 128 rounded up, 2] bits, see above; constant
     const double* partials;         // of all groups
     const float* scalars[14];       // one float each: see AdamScalar
+    const u64* counters;            // 4 counters: see step.cu
     float* norm;                    // one float
     float* scale;                   // one float
     unsigned* skip;                 // this and the next in the first record only
@@ -58,7 +55,7 @@ struct Adam {
     int group;                      // bit of group_mask, below 64
 };
 
-// Order of Adam::scalars. All but the last three are signals: the clip and rate of the group, ..., its bound slots.
+// Order of Adam::scalars, all of them signals: the clip and rate of the group, ..., its bound slots, ...
 enum AdamScalar {
     ADAM_CLIP,
     ADAM_LR,
@@ -72,7 +69,7 @@ enum AdamScalar {
     ADAM_V_BOUND,
     ADAM_GRAD_BOUND,
     ADAM_TAU,          // null without targets
-    ADAM_CORRECTION1,
+    ADAM_CORRECTION1,  // beta1 and beta2 again: their powers
     ADAM_CORRECTION2,
     ADAM_SCALARS,
 };
@@ -99,9 +96,32 @@ __device__ __forceinline__ double norm_tile(const float* grads, long long start,
     return exact;
 }
 
+extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int count) {
+    __shared__ double scratch[8];
+    int tile;
+    const Norm record = fx_record(table, count, tile);
+    fx_wait();
+    fx_trigger();
+    const double sum =
+        fx_block_sum(norm_tile(record.grads, static_cast<long long>(tile) * 4096, record.length), scratch);
+    if (threadIdx.x == 0) record.partials[tile] = sum;
+}
+
+// A thread of fx_adam has four elements: its code is short. They arrive in shared memory: registers for all that is on
+// its way would keep the third block from a multiprocessor, and 800,000 parameters from being one wave on 132 of them.
+constexpr int ADAM_THREADS = 512;
+// Partial sums that a thread fetches at once.
+constexpr int ADAM_AHEAD = 2;
+
+// What a step applies to every element of a group.
+struct AdamStep {
+    float scale, lr, beta1, beta2, eps, decay, inverse1, inverse2;
+    float weight_bound, m_bound, v_bound, grad_bound;
+};
+
 // base^exponent by squaring: an error of about exponent * 2^-53, relative, in a fraction of the code and time of pow().
 // Where that is much, the power is small beside the 1 that it is taken from.
-__device__ __forceinline__ double norm_power(double base, unsigned long long exponent) {
+__device__ __forceinline__ double adam_power(double base, u64 exponent) {
     double power = 1.0;
 #pragma unroll 1
     for (; exponent != 0; exponent >>= 1) {
@@ -111,41 +131,13 @@ __device__ __forceinline__ double norm_power(double base, unsigned long long exp
     return power;
 }
 
-extern "C" __global__ void __launch_bounds__(256) fx_norm(const Norm* table, int count) {
-    __shared__ double scratch[8];
-    int tile;
-    const Norm record = fx_record(table, count, tile);
-    fx_wait();
-    fx_trigger();
-    if (record.corrections != nullptr && tile == record.tiles - 1) {
-        if (threadIdx.x < 2) {
-            const double beta = *(threadIdx.x == 0 ? record.beta1 : record.beta2);
-            record.corrections[threadIdx.x] = static_cast<float>(1.0 - norm_power(beta, record.counters[1] + 1));
-        }
-        return;
-    }
-    const double sum =
-        fx_block_sum(norm_tile(record.grads, static_cast<long long>(tile) * 4096, record.length), scratch);
-    if (threadIdx.x == 0) record.partials[tile] = sum;
-}
-
-// A thread of fx_adam has four elements: its code is short. They arrive in shared memory: registers for all that is on
-// its way would keep the third block from a multiprocessor, and 800,000 parameters from being one wave on 132 of them.
-constexpr int ADAM_THREADS = 512;
-// Partial sums that a lane of the first warp fetches at once.
-constexpr int ADAM_AHEAD = 4;
-
-// What a step applies to every element of a group.
-struct AdamStep {
-    float scale, lr, beta1, beta2, eps, decay, inverse1, inverse2;
-    float weight_bound, m_bound, v_bound, grad_bound;
-};
-
-// Scalar `lane` as the elements want it: a bound above its floor, a correction as a factor. All lanes of a warp call.
-__device__ __forceinline__ float adam_scalar(int lane, float value) {
+// Scalar `lane` as the elements of step t want it: a bound above its floor, a correction as a factor. All lanes of a
+// warp call.
+__device__ __forceinline__ float adam_scalar(int lane, float value, u64 t) {
     const float floor = __shfl_sync(0xffffffffu, value, ADAM_BOUND_FLOOR);
     if (lane >= ADAM_WEIGHT_BOUND && lane <= ADAM_GRAD_BOUND) return value == 0.0f ? FX_INF : fmaxf(value, floor);
-    return lane >= ADAM_CORRECTION1 ? fx_divide(1.0f, value) : value;
+    if (lane != ADAM_CORRECTION1 && lane != ADAM_CORRECTION2) return value;
+    return fx_divide(1.0f, static_cast<float>(1.0 - adam_power(value, t)));
 }
 
 // Of the group's elements; those outside matrices neither decay nor have a bound.
@@ -205,6 +197,7 @@ __device__ __forceinline__ void adam_report(const Adam* table, int count, bool b
 
 extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam* table, int count) {
     __shared__ float4 arrived[5][ADAM_THREADS];
+    __shared__ double sums[ADAM_THREADS / 32];
     __shared__ float scalars[ADAM_SCALARS];
     __shared__ float scale;
     __shared__ Adam place;
@@ -226,14 +219,14 @@ extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam
 
     // All loads are on their way before the first is used; the partial sums, which everything waits for, go first.
     const double* const partials = record.partials;
-    const double any = thread < record.all_partials ? partials[thread] : 0.0;
-    const int own = warp == 0 ? record.partial_count : 0;
     double part[ADAM_AHEAD];
 #pragma unroll
     for (int k = 0; k < ADAM_AHEAD; ++k) {
-        part[k] = lane + 32 * k < own ? partials[record.first_partial + lane + 32 * k] : 0.0;
+        const int i = thread + k * ADAM_THREADS;
+        part[k] = i < record.all_partials ? partials[i] : 0.0;
     }
-    float value = scalar != nullptr ? *scalar : 0.0f;
+    const float value = scalar != nullptr ? *scalar : 0.0f;
+    const u64 steps = warp == 1 ? record.counters[1] : 0;
     if (inside) {
         const float* const from[5] = {record.grads, record.m, record.v, record.params, record.targets};
         const FxShared to = fx_shared(&arrived[0][thread].x);
@@ -243,24 +236,30 @@ extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam
         }
     }
     fx_copy_commit();
-    bool bad = !fx_finite(any);
-#pragma unroll 1
-    for (int i = thread + ADAM_THREADS; i < record.all_partials; i += ADAM_THREADS) bad |= !fx_finite(partials[i]);
-    if (warp == 0) {
-        double sum = part[0];
+    double sum = 0.0;  // of those of the group
+    bool bad = false;  // some group's
+    const auto add = [&](int i, double squares) {
+        if (i >= record.first_partial && i - record.first_partial < record.partial_count) sum += squares;
+        bad |= !fx_finite(squares);
+    };
 #pragma unroll
-        for (int k = 1; k < ADAM_AHEAD; ++k) sum += part[k];
+    for (int k = 0; k < ADAM_AHEAD; ++k) add(thread + k * ADAM_THREADS, part[k]);
 #pragma unroll 1
-        for (int i = lane + 32 * ADAM_AHEAD; i < own; i += 32) sum += partials[record.first_partial + i];
-        sum = fx_warp_sum(sum);
-        if (lane == 0) scale = adam_scale(record, sum, value, tile == 0);
-    } else if (warp == 1) {
-        value = adam_scalar(lane, value);
-        if (lane < ADAM_SCALARS) scalars[lane] = value;
+    for (int i = thread + ADAM_AHEAD * ADAM_THREADS; i < record.all_partials; i += ADAM_THREADS) add(i, partials[i]);
+    if (__any_sync(0xffffffffu, sum != 0.0)) sum = fx_warp_sum(sum);  // most warps have none of the group's
+    if (lane == 0) sums[warp] = sum;
+    if (warp == 1) {
+        const float made = adam_scalar(lane, value, steps + 1);
+        if (lane < ADAM_SCALARS) scalars[lane] = made;
     }
     const bool skip = __syncthreads_or(bad ? 1 : 0) != 0;
-    if (blockIdx.x == 0 && warp == 0) adam_report(table, count, skip);
+    if (warp == 0) {
+        const double squares = fx_lanes_sum<16>(sums[lane & 15]);
+        if (lane == 0) scale = adam_scale(record, squares, value, tile == 0);
+        if (blockIdx.x == 0) adam_report(table, count, skip);
+    }
     fx_copy_wait<0>();  // no block ends while copies are on their way into its memory
+    __syncthreads();
     if (skip || !inside) return;
 
     const AdamStep step = adam_step(scalars, scale, matrix);

@@ -170,6 +170,9 @@ class Family:
         early: fields of the record whose tensors the kernel reads before it waits for its predecessors (weights, which
             are seldom new). The planner lets it begin early only where no direct predecessor writes them.
         whole: a block takes up most of a multiprocessor (shared memory, registers).
+        gradients: fields of the record whose tensors are gradients of parameters, if the kernel can report their sum of
+            squares in parts: to the record's field `squares`, float64 [squares(fields)].
+        squares: number of these parts, from the fields of a record.
     """
 
     name: str
@@ -182,6 +185,8 @@ class Family:
     alone: bool = False
     early: tuple[str, ...] = ()
     whole: bool = False
+    gradients: tuple[str, ...] = ()
+    squares: Callable[[Mapping[str, Any]], int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,6 +303,11 @@ class Program:
         self._derived = {key: kept for key, kept in self._derived.items() if kept[0] not in written}
         self.launches.append(record)
         return record
+
+    def amend(self, record: Launch, fields: Mapping[str, Value], *, writes: Sequence[Tensor]) -> None:
+        """Give fields of a record of this program other values, and let it write more tensors."""
+        at = self.launches.index(record)
+        self.launches[at] = replace(record, fields={**record.fields, **fields}, writes=(*record.writes, *writes))
 
     def derived(self, source: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What records of this program have made of a tensor: `make` is called where there is none of this kind, or the

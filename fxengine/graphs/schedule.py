@@ -112,6 +112,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     for n, launch in enumerate(launches, start=first):
         level = 1 + max((nodes[d].level for d in reduced[n]), default=-1)
         nodes.append(Node(tuple(part for part, _ in launch), level, tuple(sorted(reduced[n]))))
+    if clears:
+        nodes = _cleared_sooner(nodes, program.target.sm_count)
     overlap = _overlap(nodes, program.target.sm_count)
     return tuple(replace(node, overlaps=early) for node, early in zip(nodes, overlap, strict=True))
 
@@ -142,6 +144,26 @@ def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
         return not node.whole or all(other.blocks <= sm_count for other in behind)
 
     return [overlaps(i) for i in range(len(nodes))]
+
+
+def _cleared_sooner(nodes: Sequence[Node], sm_count: int) -> list[Node]:
+    """Where nothing but the memset keeps a node from beginning early, a node before it that cannot do so waits for the
+    memset instead."""
+    after = [set(node.after) for node in nodes]
+    apart = _overlap([replace(node, after=tuple(set(node.after) - {0})) for node in nodes], sm_count)
+    for i, node in enumerate(nodes):
+        if not apart[i] or 0 not in node.after or len(node.after) < 2:
+            continue
+        behind, rest = set[int](), set(node.after)
+        while rest:
+            behind.add(d := rest.pop())
+            rest |= set(nodes[d].after) - behind
+        waiting = [d for d in behind if nodes[d].after and not apart[d]]
+        if waiting:
+            after[i].discard(0)
+            after[max(waiting)].add(0)
+    reduced = _transitive_reduction(after)
+    return [replace(node, after=tuple(sorted(deps))) for node, deps in zip(nodes, reduced, strict=True)]
 
 
 def _may_precede(node: Node, behind: Node) -> bool:

@@ -40,6 +40,10 @@ def _backward_tiles(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["rows"]) // int(fields["tile_rows"]))
 
 
+def _column_tiles(fields: Mapping[str, Any]) -> int:
+    return -(-int(fields["cols"]) // _COLUMNS)
+
+
 FORWARD = Family(
     "glunorm_forward",
     "glunorm.cu",
@@ -62,8 +66,10 @@ COLUMNSUM = Family(
     "glunorm.cu",
     "fx_columnsum",
     "ColumnSum",
-    tiles=lambda fields: -(-int(fields["cols"]) // _COLUMNS),
+    tiles=_column_tiles,
     late=True,
+    gradients=("out",),
+    squares=_column_tiles,
 )
 
 
@@ -245,6 +251,7 @@ def columnsum(
     fields: dict[str, Value] = {
         "x": x,
         "out": out,
+        "squares": 0,
         "ld": x.ld,
         "rows": rows,
         "cols": cols,

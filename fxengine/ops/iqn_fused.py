@@ -388,6 +388,7 @@ def backward(
             "dw_phi": gradients.w_phi,
             "db_phi": gradients.b_phi,
             "db_iq1": gradients.b_iq1,
+            "squares": 0,
             "ld_iq1": gradients.w_iq1.ld,
             "ld_phi": gradients.w_phi.ld,
             "cosines": sizes.cosines,
@@ -537,7 +538,14 @@ def _gradient_tiles(fields: Mapping[str, Any]) -> int:
 
 #: Sums of the partial weight gradients; like all weight gradients nothing but the optimizer waits for them.
 GRADIENTS = Family(
-    "iqn_gradients", "iqn_fused_backward.cu", "fx_iqn_gradients", "IqnGradients", tiles=_gradient_tiles, late=True
+    "iqn_gradients",
+    "iqn_fused_backward.cu",
+    "fx_iqn_gradients",
+    "IqnGradients",
+    tiles=_gradient_tiles,
+    late=True,
+    gradients=("dw_iq1", "dw_phi", "db_phi", "db_iq1"),
+    squares=_gradient_tiles,
 )
 
 

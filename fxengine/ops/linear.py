@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -61,6 +62,8 @@ def _families(
     *,
     late: bool = False,
     early: tuple[str, ...] = (),
+    gradients: tuple[str, ...] = (),
+    squares: Callable[[Tile, Mapping[str, Any]], int] | None = None,
 ) -> dict[str, dict[str, Family]]:
     def family(precision: str, name: str, tile: Tile) -> Family:
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
@@ -74,6 +77,8 @@ def _families(
             shared=tile.shared,
             alone=tile.rows * tile.columns >= _LARGE_TILE,
             early=early,
+            gradients=gradients,
+            squares=partial(squares, tile) if squares else None,
         )
 
     return {mode: {n: family(mode, n, tile) for n, tile in tiles_of(kind, mode).items()} for mode in TILES}
@@ -82,7 +87,14 @@ def _families(
 #: Kernel families by precision and tile name. Weight gradients are late: only the optimizer waits for them.
 FORWARD = _families("forward", "LinearForward", lambda t, f: t.count(f["m"], f["n"]), early=("w", "b"))
 DX = _families("dx", "LinearDx", lambda t, f: t.count(f["m"], f["k"]), early=("w",))
-DW = _families("dw", "LinearDw", lambda t, f: t.count(f["n"], f["k"], f["k2"]) * f["slices"], late=True)
+DW = _families(
+    "dw",
+    "LinearDw",
+    lambda t, f: t.count(f["n"], f["k"], f["k2"]) * f["slices"],
+    late=True,
+    gradients=("dw", "db"),
+    squares=lambda t, f: t.count(f["n"], f["k"], f["k2"]),
+)
 
 
 def forward(
@@ -279,12 +291,12 @@ def backward_dw(
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
     shape = TILES[mode][name]
-    partial = arrived = None
+    parts = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)
         size = (tiles, slices, shape.rows * (shape.columns + 1))
         unique = f"{label}#{len(program.launches)}"
-        partial = program.tensor(f"{unique}.partial", size, np.float32, arena=ACTIVATIONS)
+        parts = program.tensor(f"{unique}.partial", size, np.float32, arena=ACTIVATIONS)
         zeros = np.zeros(tiles, np.uint32)  # the kernel leaves them at 0
         arrived = program.tensor(f"{unique}.arrived", zeros.shape, zeros.dtype, arena="counters", data=zeros)
     fields = {
@@ -293,8 +305,9 @@ def backward_dw(
         **_operand("x2", x2),
         **_operand("dw", dw),
         "db": 0 if db is None else db,
-        "partial": 0 if partial is None else partial,
+        "partial": 0 if parts is None else parts,
         "arrived": 0 if arrived is None else arrived,
+        "squares": 0,
         "m": m,
         "n": n,
         "k": x1.shape[1],
@@ -303,7 +316,7 @@ def backward_dw(
         "accumulate": int(accumulate),
     }
     before = [dw, db] if accumulate else []
-    writes = [dw, db, partial, arrived]
+    writes = [dw, db, parts, arrived]
     return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.graphs import CONSTANTS, Family, Program, Tensor
+from fxengine.graphs import CONSTANTS, Family, Launch, Program, Tensor
+from fxengine.graphs.program import Value
 from fxengine.train.groups import ParamGroup
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _KIND_SPAN = 128
 
 
 def _norm_tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["length"]) // _NORM_TILE) + (1 if fields["corrections"] else 0)
+    return -(-int(fields["length"]) // _NORM_TILE)
 
 
 def _adam_tiles(fields: Mapping[str, Any]) -> int:
@@ -49,13 +50,11 @@ class Guard:
         scales: float32 [groups], factor that clips the group's gradient.
         skip: uint32 [1], 1 when some norm is not finite and nothing may be updated.
         group_mask: uint64 [1], bit `group.index` of every group whose norm is not finite.
-        corrections: float32 [2], 1 - beta1^t and 1 - beta2^t.
     """
 
     scales: Tensor
     skip: Tensor
     group_mask: Tensor
-    corrections: Tensor
 
 
 def optimize(
@@ -70,8 +69,8 @@ def optimize(
 ) -> Guard:
     """Append gradient norms, clip factors, the guard, Adam, and what follows the parameters in the same pass.
 
-    The gradients must be complete in the program by then; once per program. Nothing changes, bit for bit, but the norms
-    and the guard, while a norm is not finite.
+    The gradients must be complete in the program by then, made by it or by the host; once per program. Nothing changes,
+    bit for bit, but the norms and the guard, while a norm is not finite.
 
     Args:
         program: program to append to.
@@ -101,40 +100,81 @@ def optimize(
         scales=program.tensor("optimizer.scales", (len(members),)),
         skip=program.tensor("optimizer.skip", (1,), np.uint32),
         group_mask=program.tensor("optimizer.group_mask", (1,), np.uint64),
-        corrections=program.tensor("optimizer.corrections", (2,)),
     )
-    partials = _norm(program, members, signal=signal, counters=counters, guard=guard)
-    _adam(program, members, partials, signal=signal, guard=guard, norms=norms, targets=copies, later=later)
+    partials = _norm(program, members)
+    _adam(
+        program,
+        members,
+        partials,
+        signal=signal,
+        counters=counters,
+        guard=guard,
+        norms=norms,
+        targets=copies,
+        later=later,
+    )
     return guard
 
 
-def _norm(
-    program: Program, groups: Sequence[ParamGroup], *, signal: SignalLookup, counters: Tensor, guard: Guard
-) -> list[Tensor]:
-    """Append the sums of squares of all gradients and Adam's bias corrections; returns the partial sums by group."""
-    counts = [-(-g.size // _NORM_TILE) for g in groups]
+def _norm(program: Program, groups: Sequence[ParamGroup]) -> list[Tensor]:
+    """Have the squares of all gradients summed; returns the partial sums by group.
+
+    By the records that write the gradients, where they can; else by records of their own, which are appended.
+    """
+    reporters = [_reporters(program, group) for group in groups]
+    counts = [
+        sum(map(_reported, own)) if own else -(-group.size // _NORM_TILE)
+        for group, own in zip(groups, reporters, strict=True)
+    ]
     ends = np.cumsum(counts)
     whole = program.tensor("optimizer.partials", (int(ends[-1]),), np.float64)
     partials = [whole.rows(int(end) - n, int(end)) for n, end in zip(counts, ends, strict=True)]
-    scalars = {"counters": counters, "beta1": signal("beta1"), "beta2": signal("beta2")}
     # Every record reads what all of them read, so that all become ready together and share one launch.
-    reads = [*(g.grads for g in groups), *scalars.values()]
-    for i, (group, part) in enumerate(zip(groups, partials, strict=True)):
-        corrections = guard.corrections if i == 0 else None
-        program.launch(
-            NORM,
-            {
-                "grads": group.grads,
-                "partials": part,
-                **scalars,
-                "corrections": corrections or 0,
-                "length": group.size,
-            },
-            reads=reads,
-            writes=[part, corrections],
-            label=f"norm.{group.name}",
-        )
+    reads = [group.grads for group, own in zip(groups, reporters, strict=True) if not own]
+    for group, own, part in zip(groups, reporters, partials, strict=True):
+        first = 0
+        for record in own:
+            count = _reported(record)
+            squares = part.rows(first, first + count)
+            program.amend(record, {"squares": squares}, writes=[squares])
+            first += count
+        if not own:
+            fields: dict[str, Value] = {"grads": group.grads, "partials": part, "length": group.size}
+            program.launch(NORM, fields, reads=reads, writes=[part], label=f"norm.{group.name}")
     return partials
+
+
+def _reported(record: Launch) -> int:
+    """Number of partial sums of squares that a record can report."""
+    return record.family.squares(record.fields) if record.family.squares else 0
+
+
+def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
+    """The records that write the gradients of a group last, in order, if these can report the squares of all of them
+    and of nothing else; else none."""
+    last: dict[Launch, set[tuple[int, ...]]] = {}
+    for parameter in group.parameters:
+        record = _last_writer(program, parameter.grad)
+        if record is None:
+            return []
+        last.setdefault(record, set()).add(_extent(parameter.grad))
+    for record, due in last.items():
+        gradients = [t for t in (record.fields[name] for name in record.family.gradients) if isinstance(t, Tensor)]
+        if any(t.storage is not group.grads.storage for t in gradients) or {_extent(t) for t in gradients} != due:
+            return []
+    return [record for record in program.launches if record in last]
+
+
+def _last_writer(program: Program, tensor: Tensor) -> Launch | None:
+    region = tensor.region()
+    for record in reversed(program.launches):
+        if any(t.storage is region.storage and region.overlaps(t.region()) for t in record.writes):
+            return record
+    return None
+
+
+def _extent(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.offset, tensor.ld, *tensor.shape)
 
 
 def _adam(
@@ -143,6 +183,7 @@ def _adam(
     partials: Sequence[Tensor],
     *,
     signal: SignalLookup,
+    counters: Tensor,
     guard: Guard,
     norms: Mapping[str, Tensor],
     targets: Mapping[str, TargetGroup],
@@ -159,8 +200,8 @@ def _adam(
             *(signal(name) for name in ("beta1", "beta2", "adam_eps", "weight_decay", "eps_clamp_floor")),
             *(signal(f"bound.{family}.{group.name}") for family in ("weight", "adam_m", "adam_v", "grad")),
             signal("polyak_tau") if copy else 0,
-            guard.corrections.rows(0, 1),
-            guard.corrections.rows(1, 2),
+            signal("beta1"),
+            signal("beta2"),
         )
         tensors = {
             "params": group.params,
@@ -170,6 +211,7 @@ def _adam(
             "targets": copy.values if copy else 0,
             "kinds": _kinds(program, group, later if copy else None),
             "partials": whole,
+            "counters": counters,
         }
         results = {
             "norm": norms[group.name],

@@ -153,6 +153,24 @@ def test_one_memset_before_everything_that_touches_the_zeroed_arena(program: Pro
     assert [n.after for n in nodes] == [(), (), (0,)]
 
 
+@pytest.mark.parametrize("branch", [True, False])
+def test_the_memset_holds_up_a_node_that_has_time(program: Program, branch: bool) -> None:
+    """Rather than one that could begin early."""
+    a, *path, side = vectors(program, "auvwxyz")
+    z = program.tensor("zeroed", (8,), arena=ZEROED)
+    for x, y in itertools.pairwise(path):
+        chain(program, x, y, a)
+    if branch:
+        chain(program, path[1], side, a, family=OTHER)
+    chain(program, path[-1], z, side, accumulate=True, family=OTHER)
+    nodes = schedule(program)
+    cleared = [(n.label, n.overlaps) for n in nodes if 0 in n.after]
+    assert cleared == [("v->z", False) if branch else ("y->zeroed", False)]
+    assert nodes[-1].overlaps == branch
+    assert [n.level for n in nodes if n.name == "chain"] == [0, 1, 2, 3]
+    assert nodes[-1].level == 4
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans(), st.booleans()), max_size=24))
 def test_any_schedule_keeps_every_hazard(records: list[tuple[int, int, bool, bool]]) -> None:
     """Random programs: each hazard pair is ordered by a path of edges, and nodes come in topological order."""

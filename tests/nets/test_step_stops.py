@@ -56,7 +56,7 @@ def declared(name: str, target: str = "sm_90") -> StepBuilder:
 def backward(name: str) -> tuple[Launch, ...]:
     """The records up to the optimizer, which reads every gradient."""
     launches = declared(name).program.launches
-    return tuple(launches[: next(i for i, r in enumerate(launches) if r.label.startswith("norm."))])
+    return tuple(launches[: next(i for i, r in enumerate(launches) if r.label.startswith("adam."))])
 
 
 def is_gradient(storage: str) -> bool:

@@ -72,7 +72,6 @@ class Case:
                 scales=program.tensor("scales", (len(self.groups),), arena="state", data=self.scales),
                 skip=program.tensor("skip", (1,), np.uint32, arena="state", data=flag),
                 group_mask=program.tensor("mask", (1,), np.uint64),
-                corrections=program.tensor("corrections", (2,)),
             )
         self.absent = oracles(
             program,
@@ -404,7 +403,7 @@ def test_arguments_are_checked(device: Device) -> None:
     program = Program(device.target)
     group = ParamGroup(program, "trunk", 0, [ParamSpec("w", (2,))])
     counters, one = program.tensor("counters", (4,), np.uint64), program.tensor("one", (1,))
-    guard = Guard(scales=one, skip=one, group_mask=one, corrections=one)
+    guard = Guard(scales=one, skip=one, group_mask=one)
 
     def declare(groups: Sequence[ParamGroup], every: int = 1, signal: Callable[[str], Tensor] = lambda n: one) -> None:
         oracles(program, groups, signal=signal, counters=counters, guard=guard, every=every)

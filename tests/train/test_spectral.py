@@ -29,7 +29,7 @@ class Case:
         limit = program.tensor("sn_max", (1,), data=np.array([sn_max], np.float32))
         self.skip = program.tensor("skip", (1,), np.uint32, data=np.array([skip], np.uint32))
         mask, floats = program.tensor("mask", (1,), np.uint64), program.tensor("floats", (2,))
-        guard = Guard(scales=floats, skip=self.skip, group_mask=mask, corrections=floats)
+        guard = Guard(scales=floats, skip=self.skip, group_mask=mask)
         self.group = ParamGroup(
             program, "branches", 2, [ParamSpec(f"w{i}", np.shape(w)) for i, (w, _) in enumerate(matrices)]
         )
@@ -232,7 +232,7 @@ def test_arguments_are_checked(device: Device) -> None:
     program = Program(device.target)
     w = program.tensor("w", (4, 6))
     v, sigma, skip = program.tensor("v", (6,)), program.tensor("s", (1,)), program.tensor("skip", (1,), np.uint32)
-    guard = Guard(scales=sigma, skip=skip, group_mask=sigma, corrections=sigma)
+    guard = Guard(scales=sigma, skip=skip, group_mask=sigma)
     good: dict[str, Any] = {"w": w, "v": v, "sigma": sigma}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"w": w.flat()}, r"rows, cols"),

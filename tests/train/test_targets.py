@@ -29,7 +29,7 @@ class Case:
         self.tau = program.tensor("tau", (1,), data=np.array([tau], np.float32))
         self.skip = program.tensor("skip", (1,), np.uint32, data=np.array([skip], np.uint32))
         mask, floats = program.tensor("mask", (1,), np.uint64), program.tensor("floats", (2,))
-        guard = Guard(scales=floats, skip=self.skip, group_mask=mask, corrections=floats)
+        guard = Guard(scales=floats, skip=self.skip, group_mask=mask)
         self.targets = []
         for index, (name, tensors) in enumerate((shapes or SHAPES).items()):
             specs = [ParamSpec(f"{name}.{i}", shape) for i, shape in enumerate(tensors)]
@@ -182,7 +182,7 @@ def test_single_tensors_of_a_group(device: Device) -> None:
     target = TargetGroup(program, group)
     tau = program.tensor("tau", (1,), data=np.array([0.5], np.float32))
     skip = program.tensor("skip", (1,), np.uint32, data=np.zeros(1, np.uint32))
-    guard = Guard(scales=tau, skip=skip, group_mask=tau, corrections=tau)
+    guard = Guard(scales=tau, skip=skip, group_mask=tau)
     polyak(program, [target], signal=lambda name: tau, guard=guard, only=("b", "elsewhere"))
     assert [r.label for r in program.launches] == ["polyak.b"]
     with device.stream() as stream, Plan(program, device, guard=True) as plan:
