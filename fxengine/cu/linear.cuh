@@ -13,7 +13,6 @@
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::PACKED                 whether B is packed weights (pack.cuh), INNER in either kernel
-//     T::ALIGNED                whether warpgroups read shared memory
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
@@ -135,7 +134,7 @@ __device__ __forceinline__ float* fx_linear_shared() {
     } else {
         FX_DYN_SHARED(float4, shared);
         u64 address = reinterpret_cast<u64>(shared);
-        if (T::ALIGNED) address = (address + 1023) & ~1023ull;
+        if (T::PACKED) address = (address + 1023) & ~1023ull;
         return reinterpret_cast<float*>(address);
     }
 }
@@ -409,7 +408,6 @@ struct LinearTile {
     static constexpr bool BY_ROWS = GROUPS > 1;
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
     static constexpr bool PACKED = false;
-    static constexpr bool ALIGNED = false;
     static constexpr bool ROUNDED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");

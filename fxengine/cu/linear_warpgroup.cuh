@@ -44,7 +44,6 @@ struct WarpgroupTile {
     static constexpr bool BY_ROWS = false;
     static constexpr bool SINGLE = false;
     static constexpr bool PACKED = true;
-    static constexpr bool ALIGNED = true;
     static constexpr bool ROUNDED = true;
     static_assert(BM % 64 == 0, "warpgroups");
 

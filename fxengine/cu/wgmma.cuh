@@ -2,8 +2,8 @@
 // 4 (PTX wgmma.mma_async; sm_90 alone). tf32 with float32 sums.
 //
 // A [64 rows, 32 k] is in registers: warp w of the group has the rows from 16 w on as fragments of mma.cuh. B [N rows,
-// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh) or published by the threads that have
-// stored it. The instruction reads it itself and drops what is below tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
+// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh; what threads write would need a fence).
+// The instruction reads it itself and drops what is below tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
 // in place c ^ (r & 7). The sums [64, N] are fragments too.
 #pragma once
 #include "copy_async.cuh"
@@ -27,8 +27,6 @@
         "l"(from + 6)
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
-#define FX_WGMMA_SHARED(SHAPE, SUMS, A, B) \
-    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, " A ", " B ", p, 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
 #define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
 #define FX_SUMS_OF_16 \
@@ -52,13 +50,6 @@ __device__ __forceinline__ u64 fx_warpgroup_operand(FxShared at) {
     return static_cast<u64>((at & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 #endif
-
-// What this thread has stored to shared memory becomes visible to the instructions, once a barrier has told them of it.
-__device__ __forceinline__ void fx_warpgroup_publish() {
-#if FX_DEVICE && FX_HAS_WARPGROUPS
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 
 // Begins sums += A . B^T. All four warps of the group take part. Neither the sums nor B may be touched until
 // fx_warpgroup_wait.
@@ -108,34 +99,6 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%76, %77, %78, %79", "%83")
             FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8) : FX_OPERANDS : "memory");
     }
-#endif
-}
-
-// The same with A [64 rows, 32 k] in shared memory, laid out like B.
-template <int N>
-__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxShared a, FxShared b) {
-    static_assert(N == 128, "columns of the instruction");
-#if !FX_DEVICE
-    const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-    const int row = (static_cast<int>(threadIdx.x) >> 5 & 3) * 16 + g;
-    unsigned words[4][4];
-    for (int s = 0; s < 4; ++s) {
-        for (int e = 0; e < 4; ++e) {
-            const int at = (row + e % 2 * 8) * 32 + ((2 * s + e / 2) ^ g) * 4 + t;
-            words[s][e] = reinterpret_cast<const unsigned*>(a)[at];
-        }
-    }
-    fx_warpgroup_begin<N>(sums, words, b);
-#elif FX_HAS_WARPGROUPS
-    const u64 rows = fx_warpgroup_operand(a), from = fx_warpgroup_operand(b);
-    asm volatile(FX_WGMMA_BEGIN
-        FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%64", "%68")
-        FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%65", "%69")
-        FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%66", "%70")
-        FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%67", "%71")
-        FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8)
-        : "l"(rows), "l"(rows + 2), "l"(rows + 4), "l"(rows + 6), "l"(from), "l"(from + 2), "l"(from + 4), "l"(from + 6)
-        : "memory");
 #endif
 }
 

@@ -30,7 +30,7 @@ class Tile:
         columns: width in outputs.
         depth: elements of the sum per step of the block.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
-        warpgroups: it works by warpgroups, which sm_90 alone has; forward and dx then read packed weights (`ops.pack`).
+        warpgroups: it works by warpgroups, which sm_90 alone has, and reads packed weights (`ops.pack`); not for dw.
     """
 
     rows: int
@@ -58,7 +58,6 @@ _TENSOR_TILES = {
     "16x16": Tile(16, 16, 128),
 }
 _WARPGROUP_TILES = {
-    "w128x128": Tile(128, 128, 32, stages=3, warpgroups=True),
     "w64x128": Tile(64, 128, 32, stages=3, warpgroups=True),
     "w64x64": Tile(64, 64, 32, stages=3, warpgroups=True),
 }
@@ -132,8 +131,6 @@ _TENSOR = {
         "32x32": Cost(2300, 7.2, 0, 4.9),
         "16x32": Cost(1900, 4.9, 180, 4.2),
         "16x16": Cost(1630, 3.0, 600, 3.2),
-        "w128x128": Cost(5500, 30, 0, 14),
-        "w64x128": Cost(5000, 25, 0, 8),
     },
 }
 

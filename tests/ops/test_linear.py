@@ -25,7 +25,7 @@ DW_TILES = [(precision, tile) for precision, tiles in linear.DW.items() for tile
 
 def dw_tile(tile: str | None) -> str | None:
     """A tile for the weight gradients beside a product with that tile."""
-    return tile if tile is None or tile in linear.DW["tf32"] else "w64x128"
+    return "64x64" if tile and tile.startswith("w") else tile
 
 
 class Bench:
