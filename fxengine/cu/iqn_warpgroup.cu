@@ -32,6 +32,7 @@ struct IqnWarpgroup {
     int quantiles;
     int cosines;
     int features;
+    int width;           // 128
     int outputs;
     int blocks;          // as many as tiles
 };

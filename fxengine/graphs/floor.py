@@ -181,6 +181,7 @@ PRODUCTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "LinearDx": _linear_dx,
     "LinearDw": _linear,
     "IqnForward": _iqn,
+    "IqnWarpgroup": _iqn,
     "IqnBackward": _iqn_backward,
     "IqnState": _iqn_state,
     "AttentionForward": _attention,

@@ -289,9 +289,7 @@ def _forward_by_warpgroups(
             "ld_theta": theta.ld,
             "rows": tau.size,
             "quantiles": tau.shape[1],
-            "cosines": sizes.cosines,
-            "features": sizes.features,
-            "outputs": sizes.outputs,
+            **_extents(sizes),
             "blocks": blocks,
         },
         reads=[tau, h2, *matrices.values(), *biases.values()],
@@ -596,7 +594,7 @@ def _forward_family(precision: str, height: int, shared: int) -> Family:
 @cache
 def _warpgroup_family(shared: int) -> Family:
     return Family(
-        "iqn_warpgroup",
+        "iqn_warpgroup_tf32",
         source="iqn_warpgroup.cu",
         kernel="fx_iqn_warpgroup",
         struct="IqnWarpgroup",
