@@ -54,7 +54,7 @@ struct IqnWarpgroupBackward {
 constexpr int iqn_rows = 32;      // of a tile
 constexpr int iqn_columns_of_block = 128;
 constexpr int iqn_block = iqn_rows * 128;      // bytes of 32 k of `across`
-constexpr int iqn_mixing_registers = 112, iqn_unmixing_registers = 144;
+constexpr int iqn_mixing_registers = 128, iqn_unmixing_registers = 128;
 
 // Shared memory of a block, in bytes.
 struct IqnLayout {
@@ -421,38 +421,48 @@ struct IqnUnmixing {
             }
         }
         fx_warpgroup_begin<iqn_cosines>(dw_phi, dphi, tile + IqnLayout::COSINES_DOWN);
-        FX_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            total[0] += shares[j][0];
-            total[1] += shares[j][1];
-            const int row = row0 + 8 * j;
-            const bool last = r.quantiles <= iqn_rows ? 8 * (j + 1) % r.quantiles == 0
-                                                      : j == 3 && (row + 8) % r.quantiles == 0;
-            if (last) finish(block.states + slot * IqnLayout::STATES + j * iqn_columns_of_block * 4, row);
-        }
+        finish(shares, block.states + slot * IqnLayout::STATES, row0);
         fx_warpgroup_wait<iqn_cosines>(dw_phi);
     }
 
-    // dh2 of the sample whose last rows are the 8 from row on.
-    __device__ __forceinline__ void finish(FxShared states, int row) {
+    // dh2 of the samples whose last rows are in the tile at row0: lane t writes that of the rows from row0 + 8 t on.
+    __device__ __forceinline__ void finish(float (&shares)[4][2], FxShared states, int row0) {
         const IqnPlace own;
+        const bool whole = r.quantiles <= iqn_rows || (row0 + iqn_rows) % r.quantiles == 0;
+        FX_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            const bool ends = whole && (8 * (j + 1) % iqn_rows & (r.quantiles - 1)) == 0;
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                shares[j][h] += total[h];
+                total[h] = ends ? 0.0f : shares[j][h];
+            }
+        }
+        if (!whole) return;
         float v[2];
         FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            v[h] = fx_lanes_sum<4>(total[h]);
-            total[h] = 0.0f;
-        }
-        if (r.dh2 == nullptr || own.t != 0 || row >= r.rows || (scale == 0.0f && r.accumulate != 0)) return;
+        for (int h = 0; h < 2; ++h) v[h] = sum_of_quarter(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+        const int row = row0 + 8 * own.t;
+        const bool ends = (8 * (own.t + 1) % iqn_rows & (r.quantiles - 1)) == 0;
+        if (r.dh2 == nullptr || !ends || row >= r.rows || (scale == 0.0f && r.accumulate != 0)) return;
         float* const to = fx_global(r.dh2) + static_cast<long long>(row / r.quantiles) * r.ld_dh2 +
                           IqnShare(r).column0 + own.column;
         float state[2];
-        fx_shared_load(state[0], state[1], states + own.column * 4);
+        fx_shared_load(state[0], state[1], states + (own.t * iqn_columns_of_block + own.column) * 4);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             if (r.activation != FX_NONE) v[h] *= fx_activate_slope(r.activation, state[h]);
             const float value = fx_scaled(scale, v[h]);
             to[h] = r.accumulate != 0 ? to[h] + value : value;
         }
+    }
+
+    // The sum over the four lanes of equal g of their number t.
+    static __device__ __forceinline__ float sum_of_quarter(int t, float a, float b, float c, float d) {
+        const bool upper = (t & 2) != 0, odd = (t & 1) != 0;
+        const float first = (upper ? c : a) + __shfl_xor_sync(0xffffffffu, upper ? a : c, 2);
+        const float second = (upper ? d : b) + __shfl_xor_sync(0xffffffffu, upper ? b : d, 2);
+        return (odd ? second : first) + __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
     }
 
     __device__ __forceinline__ void end(float*, float* to_phi, float* to_bias) const {

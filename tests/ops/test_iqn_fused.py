@@ -175,6 +175,7 @@ def backward(
     activation: linear.Activation = "none",
     accumulate: bool = False,
     wanted: bool = True,
+    warpgroups: bool | None = None,
     name: str = "iqn",
 ) -> dict[str, Tensor]:
     """Appends forward and backward; the gradients, which hold 0.5 before."""
@@ -206,6 +207,7 @@ def backward(
         accumulate=accumulate,
         gradients=iqn_fused.WeightGradients(**{n: t for n, t in found.items() if n != "h2"}) if wanted else None,
         accumulate_gradients=accumulate,
+        warpgroups=warpgroups,
         name=name,
     )
     return found
@@ -236,6 +238,34 @@ def test_backward_against_float64(
     )
     for name, gradient in found.items():
         close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), precision, name)
+
+
+@pytest.mark.parametrize(
+    ("batch", "quantiles", "sizes", "pad", "accumulate"),
+    [
+        (3, 32, iqn_fused.Sizes(64, 128, 128, 12), 4, True),
+        (21, 8, iqn_fused.Sizes(32, 128, 128, 5), 3, False),  # the last tile has a quarter of its rows
+        (11, 16, iqn_fused.Sizes(64, 256, 128, 16), 0, True),  # columns of two blocks
+        (3, 64, iqn_fused.Sizes(32, 256, 128, 1), 1, False),  # two tiles per sample
+        (5, 96, iqn_fused.Sizes(64, 128, 128, 13), 0, True),
+        (1, 8, iqn_fused.Sizes(64, 128, 128, 3), 0, False),
+        (40, 32, iqn_fused.Sizes(64, 128, 128, 12), 0, False),  # ten tiles per slice on a small device
+    ],
+)
+def test_backward_by_warpgroups(
+    warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int, accumulate: bool
+) -> None:
+    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    dtheta = np.random.default_rng(5).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
+    gradients = backward(net, dtheta, activation="elu", accumulate=accumulate, warpgroups=True)
+    found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
+    expected = iqn_fused.reference_backward(
+        dtheta, net.arrays["tau"], net.arrays["h2"], net.parameters, scale=0.375, precision="tf32"
+    )
+    slope = np.where(net.arrays["h2"] > 0.0, 1.0, net.arrays["h2"] + 1.0)
+    expected = replace(expected, h2=expected.h2 * slope)
+    for name, gradient in found.items():
+        close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), "tf32", name)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
