@@ -54,7 +54,7 @@ struct IqnWarpgroupBackward {
 constexpr int iqn_rows = 32;      // of a tile
 constexpr int iqn_columns_of_block = 128;
 constexpr int iqn_block = iqn_rows * 128;      // bytes of 32 k of `across`
-constexpr int iqn_mixing_registers = 128, iqn_unmixing_registers = 128;
+constexpr int iqn_mixing_registers = 112, iqn_unmixing_registers = 144;
 
 // Shared memory of a block, in bytes.
 struct IqnLayout {
@@ -63,19 +63,21 @@ struct IqnLayout {
     static constexpr int COSINES_DOWN = COSINES, DHIDDEN_ACROSS = 2 * COSINES, DHIDDEN_DOWN = DHIDDEN_ACROSS + DHIDDEN;
     static constexpr int TILE = DHIDDEN_DOWN + DHIDDEN;
     static constexpr int OF_PHI = iqn_columns_of_block * 128;  // 32 k of w_phi
-    static constexpr int DTHETA = 4 * iqn_rows * 16, STATES = iqn_rows / 8 * iqn_columns_of_block * 4;
+    static constexpr int HIDDEN = 4 * 256 * 16, DTHETA = 4 * iqn_rows * 16, STATES = iqn_rows / 8 * iqn_columns_of_block * 4;
 
     FxShared w_phi;   // [2][128 columns][32]
     FxShared tiles;   // two of them
     FxShared phi;     // [8 warps][4][32] quads, as the sums lie in the lanes
-    FxShared hidden;  // [4][256 threads] quads, of the thread's own
+    FxShared hidden;  // two times [4][256 threads] quads: rows 8 u + g of the thread of `mixing`
     FxShared w_iq2;   // [8 warps][2][32] quads, units
     FxShared dtheta;  // two times [32 rows][16]
     FxShared states;  // two times [4][128], h2 of the sample of every 8 rows
+    FxShared bias;    // [128], b_phi
 
     __device__ __forceinline__ explicit IqnLayout(FxShared base)
         : w_phi(base), tiles(w_phi + 2 * OF_PHI), phi(tiles + 2 * TILE), hidden(phi + 8 * 4 * 32 * 16),
-          w_iq2(hidden + 4 * 256 * 16), dtheta(w_iq2 + 8 * 2 * 32 * 16), states(dtheta + 2 * DTHETA) {}
+          w_iq2(hidden + 2 * HIDDEN), dtheta(w_iq2 + 8 * 2 * 32 * 16), states(dtheta + 2 * DTHETA),
+          bias(states + 2 * STATES) {}
 };
 
 // Where a thread stands: in warp `warp` of the eight of its kind. Row 8 h + g of the 16 of its fragments is column
@@ -163,15 +165,14 @@ struct IqnMixing {
     const IqnLayout block;
     float dw_iq1[iqn_width / 8][4];
     float db_iq1[4];
-    float bias[2];
-    unsigned slopes;  // of relu of the next tile: bit 8 i + 4 h + e
 
     __device__ __forceinline__ IqnMixing(const IqnWarpgroupBackward& record, const IqnLayout& layout)
         : r(record), block(layout), dw_iq1{}, db_iq1{} {
         const IqnPlace own;
-        const int column = IqnShare(r).column0 + own.column;
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) bias[h] = fx_global(r.b_phi)[column + h];
+        if (own.thread < iqn_columns_of_block) {
+            fx_shared_store(block.bias + 4 * own.thread,
+                            __float_as_uint(fx_global(r.b_phi)[IqnShare(r).column0 + own.thread]));
+        }
         uint4 units[2];
         iqn_unit_down<1>(units, fx_global(r.w_iq2), r.ld_iq2, iqn_width, r.outputs, 16 * own.warp, 4 * own.t);
         FX_UNROLL
@@ -182,89 +183,60 @@ struct IqnMixing {
         }
     }
 
-    // hidden, of the tile at row0, that this thread takes the slopes of.
-    __device__ __forceinline__ void fetch(int row0) const {
-        const IqnPlace own;
-        const bool quads = fx_quads(r.hidden, r.ld_hidden);
-        const float* const from = fx_global(r.hidden) + 16 * own.warp + 4 * own.t;
-        FX_UNROLL
-        for (int u = 0; u < 4; ++u) {
-            const int row = row0 + 8 * u + own.g;
-            iqn_copy(block.hidden + (256 * u + own.thread) * 16, from + static_cast<long long>(row) * r.ld_hidden,
-                     row < r.rows ? 4 : 0, quads);
-        }
-        fx_copy_commit();
-    }
+    __device__ __forceinline__ void start(int) const {}
 
-    __device__ __forceinline__ void start(int row0) { fetch(row0); }
-
-    // The slopes of the next tile are there; fetches for the one after, at row0.
-    __device__ __forceinline__ void note(int row0) {
-        const IqnPlace own;
-        fx_copy_wait<0>();
-        slopes = 0;
-        FX_UNROLL
-        for (int u = 0; u < 4; ++u) {
-            float v[4];
-            fx_shared_load(v, block.hidden + (256 * u + own.thread) * 16);
-            FX_UNROLL
-            for (int e = 0; e < 4; ++e) slopes |= v[e] > 0.0f ? 1u << (4 * u + e) : 0u;
-        }
-        fetch(row0);
-    }
-
-    // Rows 16 i .. of dhidden of a tile, from dtheta in place `slot`.
+    // Half i of dhidden of a tile, from dtheta and hidden in place `slot`.
     __device__ __forceinline__ void make(FxShared tile, int slot, int i) {
         const IqnPlace own;
-        float dtheta[1][2][4], sums[1][2][4] = {};
-        uint4 units[2];
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            const int row = 16 * i + 8 * h + own.g;
-            fx_shared_load(dtheta[0][h], block.dtheta + slot * IqnLayout::DTHETA + row * 64 + own.t * 16);
-        }
+        float sums[1][2][4] = {};
         FX_UNROLL
         for (int q = 0; q < 2; ++q) {
             float v[4];
+            unsigned a[1][1][4];
             fx_shared_load(v, block.w_iq2 + ((own.warp * 2 + q) * 32 + own.lane) * 16);
-            units[q] = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                                  __float_as_uint(v[3]));
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                float x, y;
+                const int row = 16 * i + 8 * h + own.g;
+                fx_shared_load(x, y, block.dtheta + slot * IqnLayout::DTHETA + row * 64 + own.t * 16 + q * 8);
+                a[0][0][h] = fx_tf32(x);
+                a[0][0][2 + h] = fx_tf32(y);
+            }
+            iqn_multiply<1, 1>(sums, a, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                                                   __float_as_uint(v[3])));
         }
-        iqn_multiply_chunk<1, 1>(sums, dtheta, units);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
-            float v[4];
-            iqn_columns<1>(v, sums, 0, h);
+            float v[4], hidden[4];
+            fx_shared_load(hidden, block.hidden + slot * IqnLayout::HIDDEN + (256 * (2 * i + h) + own.thread) * 16);
+            iqn_dhidden<1>(v, sums, hidden, 0, h);
             FX_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                v[e] *= slopes >> (8 * i + 4 * h + e) & 1u ? 1.0f : 0.0f;
-                db_iq1[e] += v[e];
-            }
+            for (int e = 0; e < 4; ++e) db_iq1[e] += v[e];
             iqn_store(tile + IqnLayout::DHIDDEN_ACROSS, tile + IqnLayout::DHIDDEN_DOWN, own, v, i, h, own.warp);
         }
     }
 
-    __device__ __forceinline__ void prepare(FxShared tile, int, int next) {
-        note(next);
+    __device__ __forceinline__ void prepare(FxShared tile, int, int) {
         make(tile, 0, 0);
         make(tile, 0, 1);
     }
 
     __device__ __forceinline__ void arrive() const {}
 
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int, int, int after) {
+    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int, int, int) {
         float phi[4][4];
-        FX_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            FX_UNROLL
-            for (int e = 0; e < 4; ++e) phi[j][e] = bias[e >> 1];
-        }
         {
+            float bias[2];
+            fx_shared_load(bias[0], bias[1], block.bias + 4 * IqnPlace().column);
+            FX_UNROLL
+            for (int j = 0; j < 4; ++j) {
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) phi[j][e] = bias[e >> 1];
+            }
             const FxShared w_phi = block.w_phi + (IqnPlace().warp >> 2) * 64 * 128;
             fx_warpgroup_begin<32>(phi, w_phi, tile);
             if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, tile + iqn_block);
         }
-        note(after);
         make(other, slot ^ 1, 0);
         fx_warpgroup_wait<32>(phi);
         unsigned mixed[4][4];
@@ -316,7 +288,6 @@ struct IqnUnmixing {
     unsigned w_iq1[iqn_width / 32][4][4];
     float dw_phi[iqn_cosines / 8][4];
     float db_phi[2], total[2];  // total: of dmixed phi over the sample's rows so far
-    float scale;
     float tau;                  // of the next tile's row with the lane's number
 
     __device__ __forceinline__ IqnUnmixing(const IqnWarpgroupBackward& record, const IqnLayout& layout)
@@ -341,9 +312,19 @@ struct IqnUnmixing {
         tau = row < r.rows ? fx_global(r.tau)[row] : 0.0f;
     }
 
-    // Into places `slot` and slot ^ 1: dtheta of the tile at row0, and h2 of the one before at row1.
+    // Begins to copy, into places `slot` and slot ^ 1: dtheta and hidden of the tile at row0, h2 of the one before at row1.
     __device__ __forceinline__ void fetch(int row0, int row1, int slot) const {
         const IqnPlace own;
+        {
+            const bool quads = fx_quads(r.hidden, r.ld_hidden);
+            int row = row0 + own.g;
+            const float* from = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden + 16 * own.warp + 4 * own.t;
+            const FxShared to = block.hidden + slot * IqnLayout::HIDDEN + own.thread * 16;
+            FX_UNROLL
+            for (int u = 0; u < 4; ++u, row += 8, from += 8 * r.ld_hidden) {
+                iqn_copy(to + 256 * 16 * u, from, row < r.rows ? 4 : 0, quads);
+            }
+        }
         if (own.thread < 128) {
             const int row = row0 + own.thread / 4, column = own.thread % 4 * 4;
             iqn_copy(block.dtheta + slot * IqnLayout::DTHETA + own.thread * 16,
@@ -360,7 +341,6 @@ struct IqnUnmixing {
     }
 
     __device__ __forceinline__ void start(int row0) {
-        scale = r.dh2 != nullptr ? *fx_global(r.weight) * *fx_global(r.readiness) : 0.0f;
         fetch_tau(row0);
         fetch(row0, r.rows, 0);
         arrive();
@@ -442,6 +422,7 @@ struct IqnUnmixing {
         float v[2];
         FX_UNROLL
         for (int h = 0; h < 2; ++h) v[h] = sum_of_quarter(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+        const float scale = r.dh2 != nullptr ? *fx_global(r.weight) * *fx_global(r.readiness) : 0.0f;
         const int row = row0 + 8 * own.t;
         const bool ends = (8 * (own.t + 1) % iqn_rows & (r.quantiles - 1)) == 0;
         if (r.dh2 == nullptr || !ends || row >= r.rows || (scale == 0.0f && r.accumulate != 0)) return;
@@ -508,7 +489,7 @@ __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const Iq
         next = after;
         slot ^= 1;
     }
-    fx_copy_wait<0>();
+    group.arrive();
     if (r.partial == nullptr) return;
     const int slice = IqnShare(r).slice;
     const long long all = static_cast<long long>(iqn_width + r.cosines + 1) * r.features + iqn_width;

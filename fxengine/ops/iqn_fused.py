@@ -70,15 +70,15 @@ _BACKWARD_OUTPUTS = 16
 _TILE_ROWS = (32, 16)
 
 # Rows of a tile of the backward by warpgroups, and the dynamic shared memory of a block: w_phi, two tiles, phi, hidden
-# numbers, w_iq2, dtheta, h2 (IqnLayout), aligned.
+# numbers, w_iq2, dtheta, h2, b_phi (IqnLayout), aligned.
 _WARPGROUP_ROWS = 32
 _WARPGROUP_BACKWARD_SHARED = (
     512 * MAX_COSINES
     + 16 * _WARPGROUP_ROWS * (MAX_COSINES + MAX_WIDTH)
-    + 4 * _WARPGROUP_ROWS * (_BACKWARD_COLUMNS + MAX_WIDTH)
+    + 4 * _WARPGROUP_ROWS * (_BACKWARD_COLUMNS + 2 * MAX_WIDTH)
     + 64 * MAX_WIDTH
     + 8 * _WARPGROUP_ROWS * _BACKWARD_OUTPUTS
-    + _WARPGROUP_ROWS * _BACKWARD_COLUMNS
+    + (_WARPGROUP_ROWS + 4) * _BACKWARD_COLUMNS
     + 1024
 )
 
