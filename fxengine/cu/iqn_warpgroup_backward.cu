@@ -223,7 +223,7 @@ struct IqnMixing {
 
     __device__ __forceinline__ void arrive() const {}
 
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int, int, int) {
+    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int, int next, int) {
         float phi[4][4];
         {
             float bias[2];
@@ -237,7 +237,7 @@ struct IqnMixing {
             fx_warpgroup_begin<32>(phi, w_phi, tile);
             if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, tile + iqn_block);
         }
-        make(other, slot ^ 1, 0);
+        if (next < r.rows) make(other, slot ^ 1, 0);
         fx_warpgroup_wait<32>(phi);
         unsigned mixed[4][4];
         {
@@ -260,7 +260,7 @@ struct IqnMixing {
             }
         }
         fx_warpgroup_begin<iqn_width>(dw_iq1, mixed, tile + IqnLayout::DHIDDEN_DOWN);
-        make(other, slot ^ 1, 1);
+        if (next < r.rows) make(other, slot ^ 1, 1);
         fx_warpgroup_wait<iqn_width>(dw_iq1);
     }
 
@@ -375,8 +375,10 @@ struct IqnUnmixing {
         for (int b = 0; b < iqn_width / 32; ++b) {
             fx_warpgroup_begin<32>(dmixed, w_iq1[b], tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
         }
-        make(other);
-        fetch_tau(after);
+        if (next < r.rows) {
+            make(other);
+            fetch_tau(after);
+        }
         fx_warpgroup_wait<32>(dmixed);
         float shares[4][2] = {};
         unsigned dphi[4][4];
