@@ -267,11 +267,13 @@ struct IqnMixing {
     __device__ __forceinline__ void end(float* to_iq1, float*, float* to_bias) const {
         const IqnPlace own;
         const int column0 = IqnShare(r).column0;
+        float* to = to_iq1 + 2 * own.t * r.features + column0 + own.column;
         FX_UNROLL
-        for (int u = 0; u < iqn_width / 4; ++u) {
-            const int j = u >> 1, e = u & 1, row = 8 * j + 2 * own.t + e;
-            *reinterpret_cast<float2*>(to_iq1 + row * r.features + column0 + own.column) =
-                make_float2(dw_iq1[j][e], dw_iq1[j][2 + e]);
+        for (int j = 0; j < iqn_width / 8; ++j, to += 8 * r.features) {
+            FX_UNROLL
+            for (int e = 0; e < 2; ++e) {
+                *reinterpret_cast<float2*>(to + e * r.features) = make_float2(dw_iq1[j][e], dw_iq1[j][2 + e]);
+            }
         }
         FX_UNROLL
         for (int e = 0; e < 4; ++e) {
@@ -369,12 +371,12 @@ struct IqnUnmixing {
     __device__ __forceinline__ void arrive() const { fx_copy_wait<0>(); }
 
     __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int row0, int next, int after) {
-        fetch(after, next, slot);
         float dmixed[4][4] = {};
         FX_UNROLL
         for (int b = 0; b < iqn_width / 32; ++b) {
             fx_warpgroup_begin<32>(dmixed, w_iq1[b], tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
         }
+        fetch(after, next, slot);
         if (next < r.rows) {
             make(other);
             fetch_tau(after);

@@ -268,6 +268,74 @@ def test_backward_by_warpgroups(
         close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), "tf32", name)
 
 
+#: As small as the warpgroups' backward takes.
+SMALL = iqn_fused.Sizes(32, 128, 128, 5)
+
+
+def gradients_by_warpgroups(
+    device: Device, dtheta: np.ndarray[Any, Any], *, quantiles: int, **options: Any
+) -> dict[str, np.ndarray[Any, Any]]:
+    net = Net(device, "tf32", batch=len(dtheta) // quantiles, quantiles=quantiles, sizes=SMALL)
+    gradients = backward(net, dtheta, warpgroups=True, **options)
+    return dict(zip(gradients, net.run(*gradients.values()), strict=True))
+
+
+@pytest.mark.parametrize("quantiles", [8, 32, 64])
+def test_what_is_not_wanted_of_warpgroups_is_not_written(warpgroups: Device, quantiles: int) -> None:
+    dtheta = np.random.default_rng(2).normal(size=(7 * quantiles, SMALL.outputs)).astype(np.float32)
+    everything, states, weights = (
+        gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles, **options)
+        for options in ({}, {"wanted": False}, {"scale": None})
+    )
+    np.testing.assert_array_equal(states["h2"], everything["h2"])
+    np.testing.assert_array_equal(weights["h2"], 0.5)
+    for name in ("w_phi", "b_phi", "w_iq1", "b_iq1"):
+        np.testing.assert_array_equal(weights[name], everything[name])
+        np.testing.assert_array_equal(states[name], 0.5)
+
+
+@pytest.mark.parametrize("scale", [(0.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("accumulate", "expected"), [(False, 0.0), (True, 0.5)])
+def test_a_scale_of_zero_is_an_exact_zero_by_warpgroups(
+    warpgroups: Device, scale: tuple[float, float], accumulate: bool, expected: float
+) -> None:
+    sick = np.full((3 * 16, SMALL.outputs), np.nan, np.float32)
+    found = gradients_by_warpgroups(warpgroups, sick, quantiles=16, scale=scale, accumulate=accumulate)
+    np.testing.assert_array_equal(found["h2"], np.float32(expected))
+    assert not np.signbit(found["h2"]).any()
+    assert np.isnan(found["w_iq1"]).any()
+
+
+@pytest.mark.parametrize("quantiles", [8, 16, 32, 64])
+def test_nan_stays_with_its_sample_in_gradients_by_warpgroups(warpgroups: Device, quantiles: int) -> None:
+    dtheta = np.random.default_rng(2).normal(size=(6 * quantiles, SMALL.outputs)).astype(np.float32)
+    well = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
+    dtheta[4 * quantiles + 3, 1] = np.nan
+    ill = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
+    assert np.isnan(ill[4]).all()
+    np.testing.assert_array_equal(np.delete(ill, 4, axis=0), np.delete(well, 4, axis=0))
+
+
+@pytest.mark.parametrize(("batch", "quantiles"), [(43, 8), (3, 64)])
+def test_order_of_the_threads_does_not_change_the_gradients_by_warpgroups(
+    device: Device, batch: int, quantiles: int
+) -> None:
+    """Barriers are where they are needed, and nothing is read that was not written before."""
+    if device.kind != "sim":
+        pytest.skip("only the simulated device can choose the order of threads")
+    simulator = device.driver.raw
+    dtheta = np.random.default_rng(6).normal(size=(batch * quantiles, SMALL.outputs)).astype(np.float32)
+    found = set()
+    try:
+        for schedule, poison in (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00")):
+            simulator.set_schedule(schedule, poison=poison)
+            gradients = gradients_by_warpgroups(device, dtheta, quantiles=quantiles)
+            found.add(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
+    finally:
+        simulator.set_schedule("greedy", poison="off")
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("quantiles", [8, 32])
 def test_small_tiles_give_the_same(
@@ -400,6 +468,14 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_fused.fits_warpgroup(hopper, "bf16", usual, 32)
     assert not iqn_fused.fits_warpgroup(hopper, "tf32", usual, 8)
     assert not iqn_fused.fits_warpgroup(ampere, "tf32", usual, 32)
+    for quantiles in (8, 16, 32, 64, 96):
+        assert iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, quantiles)
+        assert iqn_fused.fits_backward(hopper, "tf32", usual, quantiles)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "bf16", usual, 32)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, 48)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
+    assert not iqn_fused.fits_warpgroup_backward(ampere, "tf32", usual, 32)
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
@@ -418,6 +494,8 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         )
     with pytest.raises(ValueError, match=r"24 quantiles .* use the separate layers"):
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
+    with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
+        backward(net, np.zeros((net.rows, SIZES.outputs), np.float32), warpgroups=True)
 
 
 CONFIG = StepConfig(
