@@ -327,18 +327,17 @@ struct IqnUnmixing {
                 iqn_copy(to + 256 * 16 * u, from, row < r.rows ? 4 : 0, quads);
             }
         }
-        if (own.thread < 128) {
-            const int row = row0 + own.thread / 4, column = own.thread % 4 * 4;
-            iqn_copy(block.dtheta + slot * IqnLayout::DTHETA + own.thread * 16,
-                     fx_global(r.dtheta) + static_cast<long long>(row) * r.ld_dtheta + column,
-                     row < r.rows ? r.outputs - column : 0, fx_quads(r.dtheta, r.ld_dtheta));
-        } else {
-            const int quad = own.thread - 128, row = row1 + quad / 32 * 8;
-            const int column = IqnShare(r).column0 + quad % 32 * 4;
-            iqn_copy(block.states + (slot ^ 1) * IqnLayout::STATES + quad * 16,
-                     fx_global(r.h2) + static_cast<long long>(row / r.quantiles) * r.ld_h2 + column,
-                     row < r.rows ? 4 : 0, fx_quads(r.h2, r.ld_h2));
-        }
+        const bool states = own.thread >= 128;
+        const int quad = own.thread & 127;
+        const int row = states ? row1 + quad / 32 * 8 : row0 + quad / 4;
+        const int column = states ? quad % 32 * 4 : quad % 4 * 4;
+        const int line = states ? row / r.quantiles : row, ld = states ? r.ld_h2 : r.ld_dtheta;
+        const float* const matrix = states ? fx_global(r.h2) + IqnShare(r).column0 : fx_global(r.dtheta);
+        const int left = states ? 4 : r.outputs - column;
+        const FxShared to = block.dtheta + (states ? 2 * IqnLayout::DTHETA + (slot ^ 1) * IqnLayout::STATES
+                                                   : slot * IqnLayout::DTHETA);
+        iqn_copy(to + quad * 16, matrix + static_cast<long long>(line) * ld + column, row < r.rows ? left : 0,
+                 fx_quads(matrix, ld));
         fx_copy_commit();
     }
 

@@ -495,7 +495,7 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
     with pytest.raises(ValueError, match=r"24 quantiles .* use the separate layers"):
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
     with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
-        backward(net, np.zeros((net.rows, SIZES.outputs), np.float32), warpgroups=True)
+        backward(Net(device, "tf32"), np.zeros((48, SIZES.outputs), np.float32), warpgroups=True)
 
 
 CONFIG = StepConfig(
