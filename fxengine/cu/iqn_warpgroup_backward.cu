@@ -7,11 +7,12 @@
 //     unmixing  dmixed^T = w_iq1^T dhidden^T -> dphi^T = dmixed^T h2 slope   -> dw_phi += dphi^T cosines; dh2
 //
 //   The sums of the first product are, for a second one whose k are the rows in another order, in the lanes that want
-//   them as operand A; phi goes from one group to the other through shared memory. B is always there: cosines and dhidden
-//   lie in it twice, `across` with k along their columns, `down` with k along their rows. While the tensor cores work, a
-//   warp makes its part of the next tile, mixing dhidden and unmixing cosines: one barrier per tile. What that is made
-//   of is under way a tile before, in copies that take no registers.
-//   Unmixing needs more registers than mixing, and gets them.
+//   them as operand A; phi goes from one group to the other through shared memory. B is always there: cosines and
+//   dhidden lie in it twice, `across` with k along their columns, `down` with k along their rows. While the tensor
+//   cores work, a warp makes its part of the next tile, of dhidden (mixing) or of the cosines (unmixing): one barrier
+//   per tile.
+//   What that is made of is under way a tile before, in copies that take no registers.
+//   unmixing holds w_iq1 in registers, and has some that mixing gives away.
 //   The network has 32 or 64 cosines, features in 128s, 128 hidden numbers and at most 16 outputs; 8 rows belong to one
 //   sample, and of the number of quantiles and 32 one divides the other.
 #include "bulk_copy.cuh"
@@ -51,9 +52,11 @@ struct IqnWarpgroupBackward {
 
 #if FX_HAS_WARPGROUPS
 
-constexpr int iqn_rows = 32;      // of a tile
+constexpr int iqn_rows = 32;  // of a tile
 constexpr int iqn_columns_of_block = 128;
-constexpr int iqn_block = iqn_rows * 128;      // bytes of 32 k of `across`
+constexpr int iqn_block = iqn_rows * 128;  // bytes of 32 k of `across`
+
+// Of a thread. Fewer of the latter, and the compiler would wait for every single product.
 constexpr int iqn_mixing_registers = 112, iqn_unmixing_registers = 144;
 
 // Shared memory of a block, in bytes.
@@ -63,7 +66,8 @@ struct IqnLayout {
     static constexpr int COSINES_DOWN = COSINES, DHIDDEN_ACROSS = 2 * COSINES, DHIDDEN_DOWN = DHIDDEN_ACROSS + DHIDDEN;
     static constexpr int TILE = DHIDDEN_DOWN + DHIDDEN;
     static constexpr int OF_PHI = iqn_columns_of_block * 128;  // 32 k of w_phi
-    static constexpr int HIDDEN = 4 * 256 * 16, DTHETA = 4 * iqn_rows * 16, STATES = iqn_rows / 8 * iqn_columns_of_block * 4;
+    static constexpr int HIDDEN = 4 * iqn_rows * iqn_width, DTHETA = 4 * iqn_rows * 16;
+    static constexpr int STATES = iqn_rows / 8 * iqn_columns_of_block * 4;
 
     FxShared w_phi;   // [2][128 columns][32]
     FxShared tiles;   // two of them
@@ -314,13 +318,15 @@ struct IqnUnmixing {
         tau = row < r.rows ? fx_global(r.tau)[row] : 0.0f;
     }
 
-    // Begins to copy, into places `slot` and slot ^ 1: dtheta and hidden of the tile at row0, h2 of the one before at row1.
+    // Begins to copy dtheta and hidden of the tile at row0 into places `slot`, and h2 of the one before, at row1, into
+    // the other.
     __device__ __forceinline__ void fetch(int row0, int row1, int slot) const {
         const IqnPlace own;
         {
             const bool quads = fx_quads(r.hidden, r.ld_hidden);
             int row = row0 + own.g;
-            const float* from = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden + 16 * own.warp + 4 * own.t;
+            const float* from = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden;
+            from += 16 * own.warp + 4 * own.t;
             const FxShared to = block.hidden + slot * IqnLayout::HIDDEN + own.thread * 16;
             FX_UNROLL
             for (int u = 0; u < 4; ++u, row += 8, from += 8 * r.ld_hidden) {
@@ -424,7 +430,9 @@ struct IqnUnmixing {
         if (!whole) return;
         float v[2];
         FX_UNROLL
-        for (int h = 0; h < 2; ++h) v[h] = sum_of_quarter(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+        for (int h = 0; h < 2; ++h) {
+            v[h] = sum_of_quarter(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+        }
         const float scale = r.dh2 != nullptr ? *fx_global(r.weight) * *fx_global(r.readiness) : 0.0f;
         const int row = row0 + 8 * own.t;
         const bool ends = (8 * (own.t + 1) % iqn_rows & (r.quantiles - 1)) == 0;

@@ -2,10 +2,10 @@
 // 4 (PTX wgmma.mma_async; sm_90 alone). tf32 with float32 sums.
 //
 // A [64 rows, 32 k] is in registers: warp w of the group has the rows from 16 w on as fragments of mma.cuh. B [N rows,
-// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh), or by threads that call fx_warpgroup_fence
-// before the barrier behind which it is read. The instruction reads it itself and drops what is below tf32: it has to be
-// rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies in
-// place c ^ (r & 7). A may lie there likewise. The sums [64, N] are fragments too.
+// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh), or by threads that have called
+// fx_warpgroup_fence before the barrier behind which it is read. The instruction reads it itself and drops what is below
+// tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16
+// bytes of row r lies in place c ^ (r & 7). A may lie there likewise. The sums [64, N] are fragments too.
 #pragma once
 #include "copy_async.cuh"
 #include "mma.cuh"
@@ -61,7 +61,8 @@ __device__ __forceinline__ void fx_warpgroup_fence() {
 #endif
 }
 
-// The registers of a thread of the warpgroup from here on, a multiple of 8: fewer, or of those that others gave away more.
+// The registers that a thread of the warpgroup has from here on, a multiple of 8: fewer than before, or more, of those
+// that others have given away.
 template <int REGISTERS>
 __device__ __forceinline__ void fx_warpgroup_give() {
 #if FX_DEVICE && FX_HAS_WARPGROUPS

@@ -193,7 +193,7 @@ def fits_warpgroup_backward(target: Target, precision: str, sizes: Sizes, quanti
 def _warpgroup_backward_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
     whole = sizes.cosines in (32, 64) and sizes.features % _BACKWARD_COLUMNS == 0 and sizes.width == MAX_WIDTH
     tiles = quantiles % 8 == 0 and (_WARPGROUP_ROWS % quantiles == 0 or quantiles % _WARPGROUP_ROWS == 0)
-    fits = _WARPGROUP_BACKWARD_SHARED + 2 * _STATIC <= target.shared_memory_optin
+    fits = target.shared_memory_optin >= _WARPGROUP_BACKWARD_SHARED + 2 * _STATIC
     return whole and sizes.outputs <= _BACKWARD_OUTPUTS and tiles and fits
 
 
@@ -393,7 +393,8 @@ def backward(
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
         height, family = _WARPGROUP_ROWS, _warpgroup_backward_family()
         copies = {"w_phi": packed(program, weights.w_phi), "w_iq1": packed_transpose(program, weights.w_iq1)}
-        fields = {key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1", "width")} | copies
+        fields = {key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1", "width")}
+        fields.update(copies)
         reads = [*reads, *copies.values()]
     else:
         height = backward_rows(program.target, program.precision, sizes, quantiles)
