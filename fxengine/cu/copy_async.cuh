@@ -40,6 +40,23 @@ __device__ __forceinline__ void fx_shared_load(float& x, float& y, FxShared from
 #endif
 }
 
+__device__ __forceinline__ void fx_shared_store(FxShared to, const float (&v)[4]) {
+#if FX_DEVICE
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+        :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+#else
+    for (int e = 0; e < 4; ++e) reinterpret_cast<float*>(to)[e] = v[e];
+#endif
+}
+
+__device__ __forceinline__ void fx_shared_store(FxShared to, unsigned word) {
+#if FX_DEVICE
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(word) : "memory");
+#else
+    *reinterpret_cast<unsigned*>(to) = word;
+#endif
+}
+
 // Four neighbouring floats, of which the first `count` (0 to 4) are read and the rest are zeros. Both addresses are
 // multiples of 16.
 __device__ __forceinline__ void fx_copy_quad(FxShared to, const float* from, int count = 4) {

@@ -93,15 +93,15 @@ __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd
     }
 }
 
-// 64 rows from row0 on, of which the warp has 16.
+// 64 rows from row0 on, of which the warp has 16; the first that it takes wait for the weights.
 __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
-                                                  int row0) {
+                                                  int row0, bool first) {
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     const int row = row0 + (static_cast<int>(threadIdx.x) >> 5 & 3) * 16 + g;  // and 8 below it
     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
     const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
     const bool quads = fx_quads(r.h2, r.ld_h2);
-
+    for (int e = 8 * lane; e < r.features; e += 256) fx_touch(h2 - 4 * t + e);
     unsigned cosines[2][4][4] = {};
     {
         float tau[2];
@@ -134,7 +134,7 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
                 phi[2 * q + 1][2 * h + 1] = bias.w;
             }
         }
-        fx_bulk_wait(barriers + c, 0);
+        if (first) fx_bulk_wait(barriers + c, 0);
         const FxShared w_phi = weights.phi + c * iqn_part * 128;
         fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
         if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnW
     __syncthreads();
     const int group = static_cast<int>(threadIdx.x) / 128;
     for (int row0 = 64 * (group * record.tiles + tile); row0 < record.rows; row0 += 64 * iqn_groups * record.tiles) {
-        iqn_rows_of_group(record, weights, barriers, row0);
+        iqn_rows_of_group(record, weights, barriers, row0, row0 == 64 * (group * record.tiles + tile));
     }
 }
 

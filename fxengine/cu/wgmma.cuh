@@ -2,9 +2,10 @@
 // 4 (PTX wgmma.mma_async; sm_90 alone). tf32 with float32 sums.
 //
 // A [64 rows, 32 k] is in registers: warp w of the group has the rows from 16 w on as fragments of mma.cuh. B [N rows,
-// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh; what threads write would need a fence).
-// The instruction reads it itself and drops what is below tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16 bytes of row r lies
-// in place c ^ (r & 7). The sums [64, N] are fragments too.
+// 32 k] is in shared memory, brought there by the copy engine (bulk_copy.cuh), or by threads that have called
+// fx_warpgroup_fence before the barrier behind which it is read. The instruction reads it itself and drops what is below
+// tf32: it has to be rounded. Its rows are 128 bytes, one behind the other from a multiple of 1,024 on; chunk c of 16
+// bytes of row r lies in place c ^ (r & 7). A may lie there likewise. The sums [64, N] are fragments too.
 #pragma once
 #include "copy_async.cuh"
 #include "mma.cuh"
@@ -27,6 +28,8 @@
         "l"(from + 6)
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
+#define FX_WGMMA_SHARED(SHAPE, SUMS, A, B) \
+    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, " A ", " B ", p, 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
 #define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
 #define FX_SUMS_OF_16 \
@@ -43,13 +46,35 @@
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #endif
 
+#if FX_DEVICE && FX_HAS_WARPGROUPS
 // The descriptor of an operand in shared memory: its address, rows in groups of 8 x 128 bytes, chunks exchanged within
 // each group.
-#if FX_DEVICE && FX_HAS_WARPGROUPS
 __device__ __forceinline__ u64 fx_warpgroup_operand(FxShared at) {
     return static_cast<u64>((at & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 #endif
+
+// By each thread that has written to an operand in shared memory, before the barrier behind which it is read.
+__device__ __forceinline__ void fx_warpgroup_fence() {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// The registers that a thread of the warpgroup has from here on, a multiple of 8: fewer than before, or more, of those
+// that others have given away.
+template <int REGISTERS>
+__device__ __forceinline__ void fx_warpgroup_give() {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+__device__ __forceinline__ void fx_warpgroup_take() {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#endif
+}
 
 // Begins sums += A . B^T. All four warps of the group take part. Neither the sums nor B may be touched until
 // fx_warpgroup_wait.
@@ -99,6 +124,33 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%76, %77, %78, %79", "%83")
             FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8) : FX_OPERANDS : "memory");
     }
+#endif
+}
+
+// The same with A [64 rows, 32 k] in shared memory.
+template <int N>
+__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxShared a, FxShared b) {
+    static_assert(N == 32, "columns of the instruction");
+#if !FX_DEVICE
+    const int thread = static_cast<int>(threadIdx.x), g = (thread & 31) >> 2, t = thread & 3;
+    unsigned words[4][4];
+    for (int s = 0; s < 4; ++s) {
+        for (int e = 0; e < 4; ++e) {
+            const int row = (thread >> 5 & 3) * 16 + (e & 1) * 8 + g;
+            words[s][e] = reinterpret_cast<const unsigned*>(a)[row * 32 + ((2 * s + (e >> 1)) ^ g) * 4 + t];
+        }
+    }
+    fx_warpgroup_begin<N>(sums, words, b);
+#elif FX_HAS_WARPGROUPS
+    const u64 from_a = fx_warpgroup_operand(a), from = fx_warpgroup_operand(b);
+    asm volatile(FX_WGMMA_BEGIN
+        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%16", "%20")
+        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%17", "%21")
+        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%18", "%22")
+        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%19", "%23")
+        FX_WGMMA_END : FX_SUMS_16(0)
+        : "l"(from_a), "l"(from_a + 2), "l"(from_a + 4), "l"(from_a + 6), "l"(from), "l"(from + 2), "l"(from + 4),
+          "l"(from + 6) : "memory");
 #endif
 }
 

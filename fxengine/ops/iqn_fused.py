@@ -38,7 +38,7 @@ from fxengine.graphs import Family, Program, Tensor
 from fxengine.ops import iqn, linear
 from fxengine.ops.checks import require_as
 from fxengine.ops.linear_tiles import has_warpgroups
-from fxengine.ops.pack import packed
+from fxengine.ops.pack import packed, packed_transpose
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -68,6 +68,19 @@ _WARPS = 8  # of a block
 _BACKWARD_COLUMNS = 128
 _BACKWARD_OUTPUTS = 16
 _TILE_ROWS = (32, 16)
+
+# Rows of a tile of the backward by warpgroups, and the dynamic shared memory of a block: w_phi, two tiles, phi, hidden
+# numbers, w_iq2, dtheta, h2, b_phi (IqnLayout), aligned.
+_WARPGROUP_ROWS = 32
+_WARPGROUP_BACKWARD_SHARED = (
+    512 * MAX_COSINES
+    + 16 * _WARPGROUP_ROWS * (MAX_COSINES + MAX_WIDTH)
+    + 4 * _WARPGROUP_ROWS * (_BACKWARD_COLUMNS + 2 * MAX_WIDTH)
+    + 64 * MAX_WIDTH
+    + 8 * _WARPGROUP_ROWS * _BACKWARD_OUTPUTS
+    + (_WARPGROUP_ROWS + 4) * _BACKWARD_COLUMNS
+    + 1024
+)
 
 _OLDEST_ARCH = 80  # mma.sync of tf32 and bf16
 
@@ -170,6 +183,18 @@ def backward_rows(target: Target, precision: str, sizes: Sizes, quantiles: int) 
 def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
     """Whether `backward` serves this device, precision and shape."""
     return backward_rows(target, precision, sizes, quantiles) > 0
+
+
+def fits_warpgroup_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
+    """Whether `backward` serves this shape by warpgroups, whose products are the fastest of an sm_90."""
+    return precision == "tf32" and has_warpgroups(target) and _warpgroup_backward_shape(target, sizes, quantiles)
+
+
+def _warpgroup_backward_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
+    whole = sizes.cosines in (32, 64) and sizes.features % _BACKWARD_COLUMNS == 0 and sizes.width == MAX_WIDTH
+    tiles = quantiles % 8 == 0 and (_WARPGROUP_ROWS % quantiles == 0 or quantiles % _WARPGROUP_ROWS == 0)
+    fits = target.shared_memory_optin >= _WARPGROUP_BACKWARD_SHARED + 2 * _STATIC
+    return whole and sizes.outputs <= _BACKWARD_OUTPUTS and tiles and fits
 
 
 def state_shared(precision: str) -> int:
@@ -314,6 +339,7 @@ def backward(
     gradients: WeightGradients | None = None,
     accumulate_gradients: bool = False,
     share: float = 1.0,
+    warpgroups: bool | None = None,
     name: str,
 ) -> None:
     """Append the gradients of `forward`, but for those of w_iq2 and b_iq2 (`linear.backward_dw` of dtheta and hidden).
@@ -335,6 +361,8 @@ def backward(
         gradients: where the gradients of the parameters go, at full scale; None: not wanted.
         accumulate_gradients: add to them instead of overwriting them.
         share: part of the device's multiprocessors to work on.
+        warpgroups: make the products by warpgroups, with packed weights (default: where `fits_warpgroup_backward` says
+            so).
         name: label, and beginning of the tensor declared here, `<name>.partial`.
 
     Raises:
@@ -355,14 +383,27 @@ def backward(
         name=name,
     )
     rows, quantiles = tau.size, tau.shape[1]
-    height = backward_rows(program.target, program.precision, sizes, quantiles)
-    _require_served(height > 0, program, f"{sizes} with {quantiles} quantiles", name, "fits_backward")
+    shape = f"{sizes} with {quantiles} quantiles"
+    if warpgroups is None:
+        warpgroups = fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
+    if warpgroups:
+        served = program.precision == "tf32" and _warpgroup_backward_shape(program.target, sizes, quantiles)
+        _require_served(served, program, shape, name, "fits_warpgroup_backward")
+        height, family = _WARPGROUP_ROWS, _warpgroup_backward_family()
+        copies = {"w_phi": packed(program, weights.w_phi), "w_iq1": packed_transpose(program, weights.w_iq1)}
+        fields = {key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1", "width")}
+        fields.update(copies)
+        reads = [*reads, *copies.values()]
+    else:
+        height = backward_rows(program.target, program.precision, sizes, quantiles)
+        _require_served(height > 0, program, shape, name, "fits_backward")
+        family = _backward_family(program.precision, height)
     parts = -(-sizes.features // _BACKWARD_COLUMNS)
     slices = max(1, min(-(-rows // max(height, quantiles)), int(program.target.sm_count * share) // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
     partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
     program.launch(
-        _backward_family(program.precision, height),
+        family,
         {**fields, "partial": partial or 0, "rows": rows, "slices": slices},
         reads=reads,
         writes=[dh2, partial],
@@ -556,6 +597,20 @@ def _backward_family(precision: str, rows: int) -> Family:
         struct="IqnBackward",
         tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // _BACKWARD_COLUMNS),
         shared=backward_shared(precision, rows),
+        whole=True,
+        early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
+    )
+
+
+@cache
+def _warpgroup_backward_family() -> Family:
+    return Family(
+        "iqn_warpgroup_backward",
+        source="iqn_warpgroup_backward.cu",
+        kernel="fx_iqn_warpgroup_backward",
+        struct="IqnWarpgroupBackward",
+        tiles=lambda fields: int(fields["slices"]) * (int(fields["features"]) // _BACKWARD_COLUMNS),
+        shared=_WARPGROUP_BACKWARD_SHARED,
         whole=True,
         early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
     )

@@ -98,10 +98,10 @@ def test_dynamic_shared_memory_needs_an_opt_in(sim: Sim):
     sim.launch("dynamic_shared", 1, 1, x, np.int32(12288), shared=49152)
     assert sim.try_launch("dynamic_shared", 1, 1, x, np.int32(1), shared=49156) == INVALID
     assert "49156 bytes of dynamic shared memory; allowed are 49152" in driver.last_detail
-    assert driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 101377) == INVALID
-    sim.ok(driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 101376))
-    assert sim.ok(driver.cuFuncGetAttribute(MAX_DYNAMIC, function)) == 101376
-    sim.launch("dynamic_shared", 1, 1, x, np.int32(25344), shared=101376)
+    assert driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 232449) == INVALID
+    sim.ok(driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 232448))
+    assert sim.ok(driver.cuFuncGetAttribute(MAX_DYNAMIC, function)) == 232448
+    sim.launch("dynamic_shared", 1, 1, x, np.int32(58112), shared=232448)
     assert sim.read(x, 1)[0] == 5
 
 
@@ -109,8 +109,8 @@ def test_static_and_dynamic_shared_memory_count_together(sim: Sim):
     x, function = sim.zeros(1), sim.function("static_shared")
     sim.launch("static_shared", 1, 1, x, shared=9152)
     assert sim.try_launch("static_shared", 1, 1, x, shared=9153) == INVALID
-    assert sim.driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 101376) == INVALID
-    sim.ok(sim.driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 61376))
+    assert sim.driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 232448) == INVALID
+    sim.ok(sim.driver.cuFuncSetAttribute(function, MAX_DYNAMIC, 192448))
 
 
 def test_too_much_static_shared_memory_does_not_load(sim: Sim):

@@ -134,7 +134,7 @@ def test_what_the_device_says_of_itself(sim: Sim):
         "WARP_SIZE": 32,
         "MAX_THREADS_PER_BLOCK": 1024,
         "MAX_SHARED_MEMORY_PER_BLOCK": 49152,
-        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 101376,
+        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
     }
     for name, value in expected.items():
         assert sim.ok(driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), 0)) == value

@@ -175,6 +175,7 @@ def backward(
     activation: linear.Activation = "none",
     accumulate: bool = False,
     wanted: bool = True,
+    warpgroups: bool | None = None,
     name: str = "iqn",
 ) -> dict[str, Tensor]:
     """Appends forward and backward; the gradients, which hold 0.5 before."""
@@ -206,6 +207,7 @@ def backward(
         accumulate=accumulate,
         gradients=iqn_fused.WeightGradients(**{n: t for n, t in found.items() if n != "h2"}) if wanted else None,
         accumulate_gradients=accumulate,
+        warpgroups=warpgroups,
         name=name,
     )
     return found
@@ -236,6 +238,102 @@ def test_backward_against_float64(
     )
     for name, gradient in found.items():
         close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), precision, name)
+
+
+@pytest.mark.parametrize(
+    ("batch", "quantiles", "sizes", "pad", "accumulate"),
+    [
+        (3, 32, iqn_fused.Sizes(64, 128, 128, 12), 4, True),
+        (21, 8, iqn_fused.Sizes(32, 128, 128, 5), 3, False),  # the last tile has a quarter of its rows
+        (11, 16, iqn_fused.Sizes(64, 256, 128, 16), 0, True),  # columns of two blocks
+        (3, 64, iqn_fused.Sizes(32, 256, 128, 1), 1, False),  # two tiles per sample
+        (5, 96, iqn_fused.Sizes(64, 128, 128, 13), 0, True),
+        (1, 8, iqn_fused.Sizes(64, 128, 128, 3), 0, False),
+        (40, 32, iqn_fused.Sizes(64, 128, 128, 12), 0, False),  # ten tiles per slice on a small device
+    ],
+)
+def test_backward_by_warpgroups(
+    warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int, accumulate: bool
+) -> None:
+    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    dtheta = np.random.default_rng(5).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
+    gradients = backward(net, dtheta, activation="elu", accumulate=accumulate, warpgroups=True)
+    found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
+    expected = iqn_fused.reference_backward(
+        dtheta, net.arrays["tau"], net.arrays["h2"], net.parameters, scale=0.375, precision="tf32"
+    )
+    slope = np.where(net.arrays["h2"] > 0.0, 1.0, net.arrays["h2"] + 1.0)
+    expected = replace(expected, h2=expected.h2 * slope)
+    for name, gradient in found.items():
+        close(gradient, getattr(expected, name) + (0.5 if accumulate else 0.0), "tf32", name)
+
+
+#: As small as the warpgroups' backward takes.
+SMALL = iqn_fused.Sizes(32, 128, 128, 5)
+
+
+def gradients_by_warpgroups(
+    device: Device, dtheta: np.ndarray[Any, Any], *, quantiles: int, **options: Any
+) -> dict[str, np.ndarray[Any, Any]]:
+    net = Net(device, "tf32", batch=len(dtheta) // quantiles, quantiles=quantiles, sizes=SMALL)
+    gradients = backward(net, dtheta, warpgroups=True, **options)
+    return dict(zip(gradients, net.run(*gradients.values()), strict=True))
+
+
+@pytest.mark.parametrize("quantiles", [8, 32, 64])
+def test_what_is_not_wanted_of_warpgroups_is_not_written(warpgroups: Device, quantiles: int) -> None:
+    dtheta = np.random.default_rng(2).normal(size=(7 * quantiles, SMALL.outputs)).astype(np.float32)
+    everything, states, weights = (
+        gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles, **options)
+        for options in ({}, {"wanted": False}, {"scale": None})
+    )
+    np.testing.assert_array_equal(states["h2"], everything["h2"])
+    np.testing.assert_array_equal(weights["h2"], 0.5)
+    for name in ("w_phi", "b_phi", "w_iq1", "b_iq1"):
+        np.testing.assert_array_equal(weights[name], everything[name])
+        np.testing.assert_array_equal(states[name], 0.5)
+
+
+@pytest.mark.parametrize("scale", [(0.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("accumulate", "expected"), [(False, 0.0), (True, 0.5)])
+def test_a_scale_of_zero_is_an_exact_zero_by_warpgroups(
+    warpgroups: Device, scale: tuple[float, float], accumulate: bool, expected: float
+) -> None:
+    sick = np.full((3 * 16, SMALL.outputs), np.nan, np.float32)
+    found = gradients_by_warpgroups(warpgroups, sick, quantiles=16, scale=scale, accumulate=accumulate)
+    np.testing.assert_array_equal(found["h2"], np.float32(expected))
+    assert not np.signbit(found["h2"]).any()
+    assert np.isnan(found["w_iq1"]).any()
+
+
+@pytest.mark.parametrize("quantiles", [8, 16, 32, 64])
+def test_nan_stays_with_its_sample_in_gradients_by_warpgroups(warpgroups: Device, quantiles: int) -> None:
+    dtheta = np.random.default_rng(2).normal(size=(6 * quantiles, SMALL.outputs)).astype(np.float32)
+    well = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
+    dtheta[4 * quantiles + 3, 1] = np.nan
+    ill = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
+    assert np.isnan(ill[4]).all()
+    np.testing.assert_array_equal(np.delete(ill, 4, axis=0), np.delete(well, 4, axis=0))
+
+
+@pytest.mark.parametrize(("batch", "quantiles"), [(43, 8), (3, 64)])
+def test_order_of_the_threads_does_not_change_the_gradients_by_warpgroups(
+    device: Device, batch: int, quantiles: int
+) -> None:
+    """Barriers are where they are needed, and nothing is read that was not written before."""
+    if device.kind != "sim":
+        pytest.skip("only the simulated device can choose the order of threads")
+    simulator = device.driver.raw
+    dtheta = np.random.default_rng(6).normal(size=(batch * quantiles, SMALL.outputs)).astype(np.float32)
+    found = set()
+    try:
+        for schedule, poison in (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00")):
+            simulator.set_schedule(schedule, poison=poison)
+            gradients = gradients_by_warpgroups(device, dtheta, quantiles=quantiles)
+            found.add(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
+    finally:
+        simulator.set_schedule("greedy", poison="off")
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -370,6 +468,14 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_fused.fits_warpgroup(hopper, "bf16", usual, 32)
     assert not iqn_fused.fits_warpgroup(hopper, "tf32", usual, 8)
     assert not iqn_fused.fits_warpgroup(ampere, "tf32", usual, 32)
+    for quantiles in (8, 16, 32, 64, 96):
+        assert iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, quantiles)
+        assert iqn_fused.fits_backward(hopper, "tf32", usual, quantiles)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "bf16", usual, 32)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, 48)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
+    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
+    assert not iqn_fused.fits_warpgroup_backward(ampere, "tf32", usual, 32)
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
@@ -388,6 +494,8 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         )
     with pytest.raises(ValueError, match=r"24 quantiles .* use the separate layers"):
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
+    with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
+        backward(Net(device, "tf32"), np.zeros((48, SIZES.outputs), np.float32), warpgroups=True)
 
 
 CONFIG = StepConfig(

@@ -17,7 +17,7 @@ __all__ = ["DeviceCalls"]
 
 NAME = b"fxengine simulated device"
 SHARED_PER_BLOCK = 48 * 1024
-SHARED_OPTIN = 99 * 1024
+SHARED_OPTIN = 227 * 1024
 MAX_THREADS = 1024
 
 _A = cu.CUdevice_attribute
