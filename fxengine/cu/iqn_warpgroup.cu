@@ -39,7 +39,7 @@ struct IqnWarpgroup {
 
 #if FX_HAS_WARPGROUPS
 
-constexpr int iqn_groups = 3;  // warpgroups of a block
+constexpr int iqn_groups = 2;  // warpgroups of a block
 constexpr int iqn_wide = 128;  // hidden numbers
 constexpr int iqn_part = 64;   // features of a chunk
 constexpr int iqn_most = 8;    // chunks that have a barrier
@@ -93,6 +93,28 @@ __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd
     }
 }
 
+// Begins phi of chunk c, from its bias on.
+__device__ __forceinline__ void iqn_begin_phi(float (&phi)[iqn_part / 8][4], const unsigned (&cosines)[2][4][4],
+                                              const IqnWarpgroup& r, const IqnResident& weights, u64* barriers, int c,
+                                              bool first) {
+    const float* const biases = weights.biases + iqn_part * c + 4 * (static_cast<int>(threadIdx.x) & 3);
+    FX_UNROLL
+    for (int q = 0; q < iqn_part / 16; ++q) {
+        const float4 bias = *reinterpret_cast<const float4*>(biases + 16 * q);
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            phi[2 * q][2 * h] = bias.x;
+            phi[2 * q + 1][2 * h] = bias.y;
+            phi[2 * q][2 * h + 1] = bias.z;
+            phi[2 * q + 1][2 * h + 1] = bias.w;
+        }
+    }
+    if (first) fx_bulk_wait(barriers + c, 0);
+    const FxShared w_phi = weights.phi + c * iqn_part * 128;
+    fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
+    if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
+}
+
 // 64 rows from row0 on, of which the warp has 16; the first that it takes wait for the weights.
 __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
                                                   int row0, bool first) {
@@ -119,28 +141,14 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             iqn_steps_of(cosines[c / 2][c % 2 * 2], cosines[c / 2][c % 2 * 2 + 1], v);
         }
     }
-    float hidden[iqn_wide / 8][4] = {};
+    float hidden[iqn_wide / 8][4] = {}, phi[iqn_part / 8][4];
+    iqn_begin_phi(phi, cosines, r, weights, barriers, 0, first);
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
-        float phi[iqn_part / 8][4], state[iqn_part / 16][4];
-        FX_UNROLL
-        for (int q = 0; q < iqn_part / 16; ++q) {
-            const float4 bias = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                phi[2 * q][2 * h] = bias.x;
-                phi[2 * q + 1][2 * h] = bias.y;
-                phi[2 * q][2 * h + 1] = bias.z;
-                phi[2 * q + 1][2 * h + 1] = bias.w;
-            }
-        }
-        if (first) fx_bulk_wait(barriers + c, 0);
-        const FxShared w_phi = weights.phi + c * iqn_part * 128;
-        fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
-        if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
+        float state[iqn_part / 16][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) fx_load(state[q], h2 + iqn_part * c + 16 * q, 4, quads);
-        fx_warpgroup_wait<iqn_part>(phi);
+        fx_warpgroup_wait<iqn_part>(phi);  // and what the last turn has added to hidden
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
@@ -158,8 +166,9 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             const FxShared w_iq1 = weights.iq1 + (c * (iqn_part / 32) + k) * iqn_wide * 128;
             fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1);
         }
-        fx_warpgroup_wait<iqn_wide>(hidden);
+        if (c + 1 < weights.chunks) iqn_begin_phi(phi, cosines, r, weights, barriers, c + 1, first);
     }
+    fx_warpgroup_wait<iqn_wide>(hidden);
 
     unsigned words[iqn_wide / 32][4][4];
     const float* const biases = weights.biases + r.features + 4 * t;
@@ -184,18 +193,29 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     const bool quads_theta = fx_quads(r.theta, r.ld_theta);
 #pragma unroll 1
     for (int o = 0; o < weights.last_rows; o += 16) {
-        float theta[2][4] = {};
+        // By the instruction of a warp: that of a warpgroup takes as long for 16 columns as for 32.
+        float theta[1][2][4] = {};
         FX_UNROLL
-        for (int k = 0; k < iqn_wide / 32; ++k) {
-            fx_warpgroup_begin<16>(theta, words[k], weights.iq2 + (k * weights.last_rows + o) * 128);
+        for (int k = 0; k < iqn_wide / 8; ++k) {
+            unsigned b[2][1][2];
+            FX_UNROLL
+            for (int j = 0; j < 2; ++j) {
+                const FxShared line = weights.iq2 + (k / 4 * weights.last_rows + o + 8 * j + g) * 128;
+                FX_UNROLL
+                for (int e = 0; e < 2; ++e) {
+                    fx_shared_load(b[j][0][e], line + ((k % 4 * 2 + e) ^ g) * 16 + 4 * t);
+                }
+            }
+            const unsigned a[1][1][4] = {{{words[k / 4][k % 4][0], words[k / 4][k % 4][1], words[k / 4][k % 4][2],
+                                           words[k / 4][k % 4][3]}}};
+            fx_mma<1, 1, 1>(theta, a, b);
         }
         const float4 quad = *reinterpret_cast<const float4*>(biases + iqn_wide + o);
         const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
-        fx_warpgroup_wait<16>(theta);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             float v[4];
-            iqn_quad(v, theta[0], theta[1], h);
+            iqn_quad(v, theta[0][0], theta[0][1], h);
             FX_UNROLL
             for (int e = 0; e < 4; ++e) v[e] += bias[e];
             const int column = o + 4 * t;
@@ -205,7 +225,7 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
+extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
     FX_DYN_SHARED(float4, dynamic);
     __shared__ IqnWarpgroup place;
     __shared__ u64 barriers[iqn_most];
