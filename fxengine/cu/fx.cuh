@@ -91,14 +91,6 @@ __device__ __forceinline__ void fx_trigger() {
 #endif
 }
 
-// Reads a number for the sake of the first-level cache, which then has its 32 bytes; nobody waits for it.
-__device__ __forceinline__ void fx_touch(const float* address) {
-#if FX_DEVICE
-    float unused;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(__cvta_generic_to_global(address)));
-#endif
-}
-
 enum FxActivation { FX_NONE = 0, FX_ELU = 1, FX_RELU = 2, FX_TANH = 3 };
 
 // e^x - 1 for x <= 0, to 1 unit in the last place; anything for x > 0, NaN for NaN. Without a branch, so that values

@@ -93,25 +93,13 @@ __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd
     }
 }
 
-// Begins phi of chunk c, from its bias on.
+// Begins phi of chunk c, without its bias.
 __device__ __forceinline__ void iqn_begin_phi(float (&phi)[iqn_part / 8][4], const unsigned (&cosines)[2][4][4],
                                               const IqnWarpgroup& r, const IqnResident& weights, u64* barriers, int c,
                                               bool first) {
-    const float* const biases = weights.biases + iqn_part * c + 4 * (static_cast<int>(threadIdx.x) & 3);
-    FX_UNROLL
-    for (int q = 0; q < iqn_part / 16; ++q) {
-        const float4 bias = *reinterpret_cast<const float4*>(biases + 16 * q);
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            phi[2 * q][2 * h] = bias.x;
-            phi[2 * q + 1][2 * h] = bias.y;
-            phi[2 * q][2 * h + 1] = bias.z;
-            phi[2 * q + 1][2 * h + 1] = bias.w;
-        }
-    }
     if (first) fx_bulk_wait(barriers + c, 0);
     const FxShared w_phi = weights.phi + c * iqn_part * 128;
-    fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
+    fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi, false);
     if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
 }
 
@@ -123,7 +111,6 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
     const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
     const bool quads = fx_quads(r.h2, r.ld_h2);
-    for (int e = 8 * lane; e < r.features; e += 256) fx_touch(h2 - 4 * t + e);
     unsigned cosines[2][4][4] = {};
     {
         float tau[2];
@@ -141,7 +128,7 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             iqn_steps_of(cosines[c / 2][c % 2 * 2], cosines[c / 2][c % 2 * 2 + 1], v);
         }
     }
-    float hidden[iqn_wide / 8][4] = {}, phi[iqn_part / 8][4];
+    float hidden[iqn_wide / 8][4], phi[iqn_part / 8][4];
     iqn_begin_phi(phi, cosines, r, weights, barriers, 0, first);
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
@@ -152,19 +139,21 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
+            const float4 quad = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
+            const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
             float v[2][4];
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 iqn_quad(v[h], phi[2 * q], phi[2 * q + 1], h);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e]);
+                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e] + bias[e]);
             }
             iqn_steps_of(mixed[q / 2][q % 2 * 2], mixed[q / 2][q % 2 * 2 + 1], v);
         }
         FX_UNROLL
         for (int k = 0; k < iqn_part / 32; ++k) {
             const FxShared w_iq1 = weights.iq1 + (c * (iqn_part / 32) + k) * iqn_wide * 128;
-            fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1);
+            fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1, c + k > 0);
         }
         if (c + 1 < weights.chunks) iqn_begin_phi(phi, cosines, r, weights, barriers, c + 1, first);
     }
