@@ -39,7 +39,7 @@ struct IqnWarpgroup {
 
 #if FX_HAS_WARPGROUPS
 
-constexpr int iqn_groups = 2;  // warpgroups of a block
+constexpr int iqn_groups = 3;  // warpgroups of a block
 constexpr int iqn_wide = 128;  // hidden numbers
 constexpr int iqn_part = 64;   // features of a chunk
 constexpr int iqn_most = 8;    // chunks that have a barrier
@@ -93,16 +93,6 @@ __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd
     }
 }
 
-// Begins phi of chunk c, without its bias.
-__device__ __forceinline__ void iqn_begin_phi(float (&phi)[iqn_part / 8][4], const unsigned (&cosines)[2][4][4],
-                                              const IqnWarpgroup& r, const IqnResident& weights, u64* barriers, int c,
-                                              bool first) {
-    if (first) fx_bulk_wait(barriers + c, 0);
-    const FxShared w_phi = weights.phi + c * iqn_part * 128;
-    fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi, false);
-    if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
-}
-
 // 64 rows from row0 on, of which the warp has 16; the first that it takes wait for the weights.
 __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
                                                   int row0, bool first) {
@@ -128,14 +118,18 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             iqn_steps_of(cosines[c / 2][c % 2 * 2], cosines[c / 2][c % 2 * 2 + 1], v);
         }
     }
-    float hidden[iqn_wide / 8][4], phi[iqn_part / 8][4];
-    iqn_begin_phi(phi, cosines, r, weights, barriers, 0, first);
+    float hidden[iqn_wide / 8][4] = {};
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
+        float phi[iqn_part / 8][4];
+        if (first) fx_bulk_wait(barriers + c, 0);
+        const FxShared w_phi = weights.phi + c * iqn_part * 128;
+        fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi, false);
+        if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
         float state[iqn_part / 16][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) fx_load(state[q], h2 + iqn_part * c + 16 * q, 4, quads);
-        fx_warpgroup_wait<iqn_part>(phi);  // and what the last turn has added to hidden
+        fx_warpgroup_wait<iqn_part>(phi);
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
@@ -153,11 +147,10 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
         FX_UNROLL
         for (int k = 0; k < iqn_part / 32; ++k) {
             const FxShared w_iq1 = weights.iq1 + (c * (iqn_part / 32) + k) * iqn_wide * 128;
-            fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1, c + k > 0);
+            fx_warpgroup_begin<iqn_wide>(hidden, mixed[k], w_iq1);
         }
-        if (c + 1 < weights.chunks) iqn_begin_phi(phi, cosines, r, weights, barriers, c + 1, first);
+        fx_warpgroup_wait<iqn_wide>(hidden);
     }
-    fx_warpgroup_wait<iqn_wide>(hidden);
 
     unsigned words[iqn_wide / 32][4][4];
     const float* const biases = weights.biases + r.features + 4 * t;
@@ -214,7 +207,7 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
+extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
     FX_DYN_SHARED(float4, dynamic);
     __shared__ IqnWarpgroup place;
     __shared__ u64 barriers[iqn_most];
