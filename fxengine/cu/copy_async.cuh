@@ -40,14 +40,6 @@ __device__ __forceinline__ void fx_shared_load(float& x, float& y, FxShared from
 #endif
 }
 
-__device__ __forceinline__ void fx_shared_load(unsigned& word, FxShared from) {
-#if FX_DEVICE
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from));
-#else
-    word = *reinterpret_cast<const unsigned*>(from);
-#endif
-}
-
 __device__ __forceinline__ void fx_shared_store(FxShared to, const float (&v)[4]) {
 #if FX_DEVICE
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"

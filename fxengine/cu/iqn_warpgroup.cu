@@ -121,26 +121,34 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     float hidden[iqn_wide / 8][4] = {};
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
-        float phi[iqn_part / 8][4];
+        float phi[iqn_part / 8][4], state[iqn_part / 16][4];
+        FX_UNROLL
+        for (int q = 0; q < iqn_part / 16; ++q) {
+            const float4 bias = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                phi[2 * q][2 * h] = bias.x;
+                phi[2 * q + 1][2 * h] = bias.y;
+                phi[2 * q][2 * h + 1] = bias.z;
+                phi[2 * q + 1][2 * h + 1] = bias.w;
+            }
+        }
         if (first) fx_bulk_wait(barriers + c, 0);
         const FxShared w_phi = weights.phi + c * iqn_part * 128;
-        fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi, false);
+        fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
         if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
-        float state[iqn_part / 16][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) fx_load(state[q], h2 + iqn_part * c + 16 * q, 4, quads);
         fx_warpgroup_wait<iqn_part>(phi);
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
-            const float4 quad = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
-            const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
             float v[2][4];
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 iqn_quad(v[h], phi[2 * q], phi[2 * q + 1], h);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e] + bias[e]);
+                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e]);
             }
             iqn_steps_of(mixed[q / 2][q % 2 * 2], mixed[q / 2][q % 2 * 2 + 1], v);
         }
@@ -175,29 +183,18 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     const bool quads_theta = fx_quads(r.theta, r.ld_theta);
 #pragma unroll 1
     for (int o = 0; o < weights.last_rows; o += 16) {
-        // By the instruction of a warp: that of a warpgroup takes as long for 16 columns as for 32.
-        float theta[1][2][4] = {};
+        float theta[2][4] = {};
         FX_UNROLL
-        for (int k = 0; k < iqn_wide / 8; ++k) {
-            unsigned b[2][1][2];
-            FX_UNROLL
-            for (int j = 0; j < 2; ++j) {
-                const FxShared line = weights.iq2 + (k / 4 * weights.last_rows + o + 8 * j + g) * 128;
-                FX_UNROLL
-                for (int e = 0; e < 2; ++e) {
-                    fx_shared_load(b[j][0][e], line + ((k % 4 * 2 + e) ^ g) * 16 + 4 * t);
-                }
-            }
-            const unsigned a[1][1][4] = {{{words[k / 4][k % 4][0], words[k / 4][k % 4][1], words[k / 4][k % 4][2],
-                                           words[k / 4][k % 4][3]}}};
-            fx_mma<1, 1, 1>(theta, a, b);
+        for (int k = 0; k < iqn_wide / 32; ++k) {
+            fx_warpgroup_begin<16>(theta, words[k], weights.iq2 + (k * weights.last_rows + o) * 128);
         }
         const float4 quad = *reinterpret_cast<const float4*>(biases + iqn_wide + o);
         const float bias[4] = {quad.x, quad.y, quad.z, quad.w};
+        fx_warpgroup_wait<16>(theta);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             float v[4];
-            iqn_quad(v, theta[0][0], theta[0][1], h);
+            iqn_quad(v, theta[0], theta[1], h);
             FX_UNROLL
             for (int e = 0; e < 4; ++e) v[e] += bias[e];
             const int column = o + 4 * t;

@@ -25,16 +25,14 @@
 #define FX_STEP_OF_A(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
 #define FX_OPERANDS                                                                                        \
     FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), "l"(from), "l"(from + 2), "l"(from + 4), \
-        "l"(from + 6), "r"(static_cast<int>(keep))
-#define FX_WGMMA_FIRST(SHAPE, SUMS, A, B, KEEP)     \
-    ".reg .pred q;\nsetp.ne.b32 q, " KEEP ", 0;\n" \
-    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", q, 1, 1;\n"
+        "l"(from + 6)
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
 #define FX_WGMMA_SHARED(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, " A ", " B ", p, 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
 #define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
+#define FX_SUMS_OF_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FX_SUMS_OF_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FX_SUMS_OF_64 \
@@ -77,18 +75,16 @@ __device__ __forceinline__ void fx_warpgroup_take() {
 #endif
 }
 
-// Begins sums += A . B^T, or without keep sums = A . B^T. All four warps of the group take part. Neither the sums nor B
-// may be touched until fx_warpgroup_wait; nor may other sums be set by ordinary instructions while products are under
-// way, else the compiler makes all of them wait for each other: without keep nothing has to be set.
+// Begins sums += A . B^T. All four warps of the group take part. Neither the sums nor B may be touched until
+// fx_warpgroup_wait. Where ordinary instructions set other sums meanwhile, the compiler makes every product wait for the
+// one before (its remark C7515).
 template <int N>
-__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b,
-                                                   bool keep = true) {
-    static_assert(N == 32 || N == 64 || N == 128, "columns of the instruction");
+__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], const unsigned (&a)[4][4], FxShared b) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns of the instruction");
 #if !FX_DEVICE
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     unsigned words[N / 8][4][2];
     for (int j = 0; j < N / 8; ++j) {
-        for (int e = 0; e < 4; ++e) sums[j][e] = keep ? sums[j][e] : 0.0f;
         for (int s = 0; s < 4; ++s) {
             for (int half = 0; half < 2; ++half) {
                 words[j][s][half] = reinterpret_cast<const unsigned*>(b)[(8 * j + g) * 32 + ((2 * s + half) ^ g) * 4 + t];
@@ -99,23 +95,30 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
                     reinterpret_cast<const unsigned(&)[1][4][4]>(a), words);
 #elif FX_HAS_WARPGROUPS
     const u64 from = fx_warpgroup_operand(b);
-    if constexpr (N == 32) {
+    if constexpr (N == 16) {
         asm volatile(FX_WGMMA_BEGIN
-            FX_WGMMA_FIRST("m64n32k8", FX_SUMS_OF_32, "%16, %17, %18, %19", "%32", "%36")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%8, %9, %10, %11", "%24")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%12, %13, %14, %15", "%25")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%16, %17, %18, %19", "%26")
+            FX_WGMMA("m64n16k8", FX_SUMS_OF_16, "%20, %21, %22, %23", "%27")
+            FX_WGMMA_END : FX_SUMS_8(0) : FX_OPERANDS : "memory");
+    } else if constexpr (N == 32) {
+        asm volatile(FX_WGMMA_BEGIN
+            FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%16, %17, %18, %19", "%32")
             FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%20, %21, %22, %23", "%33")
             FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%24, %25, %26, %27", "%34")
             FX_WGMMA("m64n32k8", FX_SUMS_OF_32, "%28, %29, %30, %31", "%35")
             FX_WGMMA_END : FX_SUMS_16(0) : FX_OPERANDS : "memory");
     } else if constexpr (N == 64) {
         asm volatile(FX_WGMMA_BEGIN
-            FX_WGMMA_FIRST("m64n64k8", FX_SUMS_OF_64, "%32, %33, %34, %35", "%48", "%52")
+            FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%32, %33, %34, %35", "%48")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%36, %37, %38, %39", "%49")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%40, %41, %42, %43", "%50")
             FX_WGMMA("m64n64k8", FX_SUMS_OF_64, "%44, %45, %46, %47", "%51")
             FX_WGMMA_END : FX_SUMS_32(0) : FX_OPERANDS : "memory");
     } else {
         asm volatile(FX_WGMMA_BEGIN
-            FX_WGMMA_FIRST("m64n128k8", FX_SUMS_OF_128, "%64, %65, %66, %67", "%80", "%84")
+            FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%64, %65, %66, %67", "%80")
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%68, %69, %70, %71", "%81")
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%72, %73, %74, %75", "%82")
             FX_WGMMA("m64n128k8", FX_SUMS_OF_128, "%76, %77, %78, %79", "%83")
@@ -155,7 +158,9 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxSh
 template <int N, int LEFT = 0>
 __device__ __forceinline__ void fx_warpgroup_wait(float (&sums)[N / 8][4]) {
 #if FX_DEVICE && FX_HAS_WARPGROUPS
-    if constexpr (N == 32) {
+    if constexpr (N == 16) {
+        asm volatile("wgmma.wait_group.sync.aligned %8;" : FX_SUMS_8(0) : "n"(LEFT) : "memory");
+    } else if constexpr (N == 32) {
         asm volatile("wgmma.wait_group.sync.aligned %16;" : FX_SUMS_16(0) : "n"(LEFT) : "memory");
     } else if constexpr (N == 64) {
         asm volatile("wgmma.wait_group.sync.aligned %32;" : FX_SUMS_32(0) : "n"(LEFT) : "memory");
