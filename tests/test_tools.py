@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,11 @@ def test_spills_fail_unless_a_reason_is_written() -> None:
     assert compile_kernels.problems(results, {("fx_b", "sm_90"): "measured: faster"}) == []
     assert compile_kernels.problems(results, {("fx_b", "sm_80"): "another architecture"}) == [problem]
     assert len(compile_kernels.problems([compile_kernels.Result("empty.cu", "sm_90", ())])) == 1
+    slow = compile_kernels.Result("x.cu", "sm_90", (replace(usage("fx_a", 0), serialized=True),))
+    assert "fx_a has its products of warpgroups serialized" in compile_kernels.problems([slow])[0]
+    (other,) = compile_kernels.ONLY_SM_90 & {"linear_dx_warpgroup.cu"}
+    assert compile_kernels.problems([compile_kernels.Result(other, "sm_80", ())]) == []
+    assert len(compile_kernels.problems([compile_kernels.Result(other, "sm_90", ())])) == 1
 
 
 def test_bench_row(device: Device) -> None:

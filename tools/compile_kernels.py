@@ -3,8 +3,8 @@
     python tools/compile_kernels.py                              # all of fxengine/cu
     python tools/compile_kernels.py linear_dw.cu --arch sm_90 --json
 
-Exit status 1 if a file does not compile or a kernel spills registers to memory (unless `ALLOWED_SPILLS` says why it
-may): a spill costs time on every step and is invisible in the results.
+Exit status 1 if a file does not compile, a kernel spills registers to memory (unless `ALLOWED_SPILLS` says why it may),
+or its products of warpgroups wait for each other: that costs time on every step and is invisible in the results.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compile_all(names: Sequence[str], archs: Sequence[str] = ARCHS, *, jobs: int
 
 
 def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] = ALLOWED_SPILLS) -> list[str]:
-    """What makes the check fail: errors, files without a kernel, spills that nobody gave a reason for."""
+    """What makes the check fail: errors, no kernel, spills that nobody gave a reason for, serialized products."""
     found = []
     for result in results:
         where = f"{result.source} for {result.arch}"
@@ -95,6 +95,11 @@ def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] =
             f"{use.registers} registers); lower its register use, or give a reason in ALLOWED_SPILLS"
             for use in result.kernels
             if (use.spill_stores or use.spill_loads) and (use.kernel, result.arch) not in allowed
+        ]
+        found += [
+            f"{where}: {use.kernel} has its products of warpgroups serialized; ptxas's remark C75.. says why"
+            for use in result.kernels
+            if use.serialized
         ]
     return found
 

@@ -43,6 +43,8 @@ class KernelUsage:
     spill_stores: int
     spill_loads: int
     shared: int
+    serialized: bool = False
+    """Whether ptxas made every product of a warpgroup wait for the one before."""
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -89,21 +91,24 @@ def compile_report(source: KernelSource, arch: str, options: Sequence[str] = ())
 def resource_usage(log: str) -> list[KernelUsage]:
     """Parse the output of `--ptxas-options=-v`."""
     found: list[KernelUsage] = []
+    serialized = set(re.findall(r"wgmma\S* instructions are serialized .* function '(\w+)'", log))
     for part in re.split(r"Compiling entry function '", log)[1:]:
 
         def number(pattern: str, text: str = part) -> int:
             match = re.search(pattern, text)
             return int(match[1]) if match else 0
 
+        kernel = part.split("'", 1)[0]
         found.append(
             KernelUsage(
-                kernel=part.split("'", 1)[0],
+                kernel=kernel,
                 registers=number(r"Used (\d+) registers"),
                 barriers=number(r"used (\d+) barriers"),
                 stack=number(r"(\d+) bytes stack frame"),
                 spill_stores=number(r"(\d+) bytes spill stores"),
                 spill_loads=number(r"(\d+) bytes spill loads"),
                 shared=number(r"(\d+) bytes smem"),
+                serialized=kernel in serialized,
             )
         )
     return sorted(found, key=lambda usage: usage.kernel)

@@ -145,7 +145,14 @@ def test_usage_of_both_log_formats():
     (usage,) = resource_usage(log)
     assert (usage.kernel, usage.registers, usage.stack) == ("fx_a", 255, 16)
     assert (usage.spill_stores, usage.spill_loads, usage.shared) == (12, 8, 4096)
+    assert not usage.serialized
     assert resource_usage("ptxas info : 0 bytes gmem") == []
+    remark = (
+        "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non "
+        "wgmma instructions defining accumulator registers in the function 'fx_a' in line 9\n"
+    )
+    assert resource_usage(remark + log)[0].serialized
+    assert not resource_usage(remark.replace("fx_a", "fx_b") + log)[0].serialized
 
 
 @pytest.mark.skipif(compiler.nvrtc_version() < (13, 3), reason="NVRTC before 13.3 has no offsetof")
