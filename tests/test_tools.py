@@ -200,6 +200,8 @@ def test_spills_fail_unless_a_reason_is_written() -> None:
     assert len(compile_kernels.problems([compile_kernels.Result("empty.cu", "sm_90", ())])) == 1
     slow = compile_kernels.Result("x.cu", "sm_90", (replace(usage("fx_a", 0), serialized=True),))
     assert "fx_a has its products of warpgroups serialized" in compile_kernels.problems([slow])[0]
+    dealt = compile_kernels.Result("x.cu", "sm_90", (usage("fx_iqn_warpgroup_backward", 0),))
+    assert "takes 255 registers, not 128" in compile_kernels.problems([dealt])[0]
     (other,) = compile_kernels.ONLY_SM_90 & {"linear_dx_warpgroup.cu"}
     assert compile_kernels.problems([compile_kernels.Result(other, "sm_80", ())]) == []
     assert len(compile_kernels.problems([compile_kernels.Result(other, "sm_90", ())])) == 1

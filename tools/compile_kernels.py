@@ -33,6 +33,9 @@ ONLY_SM_90 = frozenset(
     {"iqn_warpgroup.cu", "iqn_warpgroup_backward.cu", "linear_dx_warpgroup.cu", "linear_forward_warpgroup.cu"}
 )
 
+#: Registers that a kernel must have been given when it starts, because it deals them out anew.
+REGISTERS = {"fx_iqn_warpgroup_backward": 128}
+
 #: (kernel, architecture) -> why this kernel may spill there.
 ALLOWED_SPILLS: dict[tuple[str, str], str] = {}
 
@@ -100,6 +103,12 @@ def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] =
             f"{where}: {use.kernel} has its products of warpgroups serialized; ptxas's remark C75.. says why"
             for use in result.kernels
             if use.serialized
+        ]
+        found += [
+            f"{where}: {use.kernel} takes {use.registers} registers, not {REGISTERS[use.kernel]}: its warpgroups "
+            "share out so many among themselves (fx_warpgroup_give, fx_warpgroup_take)"
+            for use in result.kernels
+            if use.registers != REGISTERS.get(use.kernel, use.registers)
         ]
     return found
 

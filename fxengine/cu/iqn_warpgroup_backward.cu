@@ -44,6 +44,7 @@ struct IqnWarpgroupBackward {
     int quantiles;
     int cosines;
     int features;
+    int width;               // 128
     int outputs;
     int slices;
     int activation;          // FxActivation that made h2
@@ -58,6 +59,7 @@ constexpr int iqn_block = iqn_rows * 128;  // bytes of 32 k of `across`
 
 // Of a thread. Fewer of the latter, and the compiler would wait for every single product.
 constexpr int iqn_mixing_registers = 112, iqn_unmixing_registers = 144;
+static_assert(iqn_mixing_registers + iqn_unmixing_registers == 2 * 128, "as many as the launch has: 512 threads of 128");
 
 // Shared memory of a block, in bytes.
 struct IqnLayout {

@@ -129,6 +129,7 @@ struct LinearSource {
 template <class T>
 __device__ __forceinline__ float* fx_linear_shared() {
     if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
+        static_assert(!T::PACKED, "aligned in dynamic shared memory alone");
         FX_POOL(float4, shared, T::SHARED / 4);
         return reinterpret_cast<float*>(shared);
     } else {

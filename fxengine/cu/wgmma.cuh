@@ -154,18 +154,18 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxSh
 #endif
 }
 
-// Returns when all products but the newest LEFT calls of fx_warpgroup_begin are made.
-template <int N, int LEFT = 0>
+// Returns when all products that this warpgroup has begun are made.
+template <int N>
 __device__ __forceinline__ void fx_warpgroup_wait(float (&sums)[N / 8][4]) {
 #if FX_DEVICE && FX_HAS_WARPGROUPS
     if constexpr (N == 16) {
-        asm volatile("wgmma.wait_group.sync.aligned %8;" : FX_SUMS_8(0) : "n"(LEFT) : "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_8(0) :: "memory");
     } else if constexpr (N == 32) {
-        asm volatile("wgmma.wait_group.sync.aligned %16;" : FX_SUMS_16(0) : "n"(LEFT) : "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_16(0) :: "memory");
     } else if constexpr (N == 64) {
-        asm volatile("wgmma.wait_group.sync.aligned %32;" : FX_SUMS_32(0) : "n"(LEFT) : "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0) :: "memory");
     } else {
-        asm volatile("wgmma.wait_group.sync.aligned %64;" : FX_SUMS_32(0), FX_SUMS_32(8) : "n"(LEFT) : "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0), FX_SUMS_32(8) :: "memory");
     }
 #endif
 }

@@ -43,9 +43,9 @@ class Ceilings:
     launch_us: float
 
 
-#: tf32, bandwidth, node and launch as measured (docs/performance.md): products by `mma.sync`, the instruction that the
-#: kernels use; cuBLAS reached 190e12 in tf32. Not measured: fp32, 132 multiprocessors of 128 lanes at 1.98 GHz, and
-#: bf16, twice tf32 by the data sheet.
+#: tf32, bandwidth, node and launch as measured (docs/performance.md): products by `mma.sync`; `wgmma`, by which large
+#: ones are made now, may do more, and cuBLAS reached 190e12. Not measured: fp32, 132 multiprocessors of 128 lanes at
+#: 1.98 GHz, and bf16, twice tf32 by the data sheet.
 H200 = Ceilings("NVIDIA H200", {"fp32": 66.9e12, "tf32": 316e12, "bf16": 632e12}, 4.27e12, 0.9, 2.7)
 #: Devices whose ceilings are known, by name.
 KNOWN = {H200.name: H200}
@@ -183,6 +183,7 @@ PRODUCTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "IqnForward": _iqn,
     "IqnWarpgroup": _iqn,
     "IqnBackward": _iqn_backward,
+    "IqnWarpgroupBackward": _iqn_backward,
     "IqnState": _iqn_state,
     "AttentionForward": _attention,
     "AttentionBackward": _attention_backward,

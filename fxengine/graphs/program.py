@@ -288,26 +288,38 @@ class Program:
         Raises:
             ProgramError: a tensor field is neither read nor written, or a tensor belongs to another program.
         """
-        record = Launch(family, dict(fields), _present(reads), _present(writes), label)
+        record = self._checked(Launch(family, dict(fields), _present(reads), _present(writes), label))
+        self.launches.append(record)
+        return record
+
+    def amend(self, record: Launch, fields: Mapping[str, Value], *, writes: Sequence[Tensor]) -> Launch:
+        """Give fields of a record of this program other values, and let it write more tensors; returns it anew.
+
+        Raises:
+            ProgramError: the program does not have the record (any more), or as `launch`.
+        """
+        if record not in self.launches:
+            raise ProgramError(f"'{record.label}' is no record of this program, or was amended before")
+        new = replace(record, fields={**record.fields, **fields}, writes=(*record.writes, *writes))
+        self.launches[self.launches.index(record)] = self._checked(new)
+        return new
+
+    def _checked(self, record: Launch) -> Launch:
+        """The record, if it fits the program; what was derived of tensors that it writes is forgotten."""
         touched = {t.storage for t in (*record.reads, *record.writes)}
         for key, value in record.fields.items():
             stray = [v for v in entries(value) if isinstance(v, Tensor) and v.storage not in touched]
             if stray:
                 raise ProgramError(
-                    f"'{label}': field {key} is {stray[0]}, which the record neither reads nor writes; declare it"
+                    f"'{record.label}': field {key} is {stray[0]}, which the record neither reads nor writes; "
+                    "declare it"
                 )
         for storage in touched:
             if self.storages.get(storage.name) is not storage:
-                raise ProgramError(f"'{label}': tensor '{storage.name}' belongs to another program")
+                raise ProgramError(f"'{record.label}': tensor '{storage.name}' belongs to another program")
         written = {t.storage for t in record.writes}
         self._derived = {key: kept for key, kept in self._derived.items() if kept[0] not in written}
-        self.launches.append(record)
         return record
-
-    def amend(self, record: Launch, fields: Mapping[str, Value], *, writes: Sequence[Tensor]) -> None:
-        """Give fields of a record of this program other values, and let it write more tensors."""
-        at = self.launches.index(record)
-        self.launches[at] = replace(record, fields={**record.fields, **fields}, writes=(*record.writes, *writes))
 
     def derived(self, source: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What records of this program have made of a tensor: `make` is called where there is none of this kind, or the

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fxengine.graphs import Program, Tensor
+from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.tape import Tape
 from fxengine.ops import linear
@@ -68,7 +68,9 @@ class Pass:
         siblings: int | None = None,
         name: str,
     ) -> Tensor:
-        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`."""
+        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, the layer is one of `begin_linear`."""
+        if y is not None and activation != "relu":
+            raise ProgramError(f"layer '{name}' was begun as a ReLU layer; it cannot have activation={activation!r}")
         w, b = f"w_{layer}", f"b_{layer}" if bias else None
         full = name + self.suffix
         if self.trained:

@@ -391,9 +391,8 @@ def backward(
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
         height, family = _WARPGROUP_ROWS, _warpgroup_backward_family()
         copies = {"w_phi": packed(program, weights.w_phi), "w_iq1": packed_transpose(program, weights.w_iq1)}
-        fields = {key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1", "width")}
-        fields.update(copies)
-        reads = [*reads, *copies.values()]
+        fields = {**{key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1")}, **copies}
+        reads = [*(t for t in reads if t not in (weights.w_phi, weights.w_iq1)), *copies.values()]
     else:
         height = backward_rows(program.target, program.precision, sizes, quantiles)
         _require_served(height > 0, program, shape, name, "fits_backward")
@@ -605,7 +604,7 @@ def _backward_family(precision: str, rows: int) -> Family:
 @cache
 def _warpgroup_backward_family() -> Family:
     return Family(
-        "iqn_warpgroup_backward",
+        "iqn_warpgroup_backward_tf32",
         source="iqn_warpgroup_backward.cu",
         kernel="fx_iqn_warpgroup_backward",
         struct="IqnWarpgroupBackward",

