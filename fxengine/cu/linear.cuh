@@ -124,8 +124,8 @@ struct LinearSource {
     __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
 };
 
-// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for
-// operands of warpgroups from a multiple of 1,024 on.
+// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for operands of warpgroups from a
+// multiple of 1,024 on.
 template <class T>
 __device__ __forceinline__ float* fx_linear_shared() {
     if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
