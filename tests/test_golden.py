@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fxengine.driver import Device
 from fxengine.golden import GoldenFile
+from fxengine.ops import linear
+from fxengine.ops.linear_tiles import choose_tile, has_warpgroups
 from fxengine.verify import Outcome, verify
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,6 +64,20 @@ def test_reduced_precision(device: Device, name: str, precision: str) -> None:
     assert outcome.failed == [], _worst(outcome)
     assert outcome.summaries
     assert {n.split(".")[2] for n in outcome.unjudged} <= {"state", "bound"} or _another_choice(outcome)
+
+
+@pytest.mark.parametrize("name", ["cold_odd", "full"])
+def test_packed_weights_in_every_layer(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of warpgroups, which large batches alone would choose: of all sizes, with all that a step does."""
+    if device.kind == "cuda" and not has_warpgroups(device.target):
+        pytest.skip(f"{device.label} has no warpgroups")
+
+    def choose(*sizes: Any, precision: str, **options: Any) -> str:
+        return "w64x64" if precision == "tf32" else choose_tile(*sizes, precision=precision, **options)
+
+    monkeypatch.setattr(linear, "choose_tile", choose)
+    outcome = _verify(name, device, "tf32")
+    assert outcome.failed == [], _worst(outcome)
 
 
 def _another_choice(outcome: Outcome) -> bool:

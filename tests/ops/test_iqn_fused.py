@@ -12,7 +12,7 @@ from fxengine import Engine, StepConfig
 from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.nets import iqn as nets_iqn
-from fxengine.ops import iqn_fused, linear
+from fxengine.ops import iqn_fused, linear, linear_tiles
 from fxengine.train.decomposition import COMPONENTS
 
 PRECISIONS = ("tf32", "bf16")
@@ -539,23 +539,25 @@ CONFIG = StepConfig(
 )  # fmt: skip
 
 
-def whole_step(device: Device, precision: str) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, int]]:
+def whole_step(
+    device: Device, precision: str, config: StepConfig = CONFIG
+) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, int]]:
     """Gradients, target values and the decomposition of one step; and the kernels that it launched."""
     rng = np.random.default_rng(0)
     data = {
-        "state": rng.standard_normal((40, CONFIG.state)),
-        "next_state": rng.standard_normal((40, CONFIG.state)),
+        "state": rng.standard_normal((40, config.state)),
+        "next_state": rng.standard_normal((40, config.state)),
         "reward": rng.standard_normal(40),
         "discount": np.full(40, 0.97),
         "weight": np.ones(40),
-        "actions": np.stack([rng.integers(0, n, 40) for n in CONFIG.branches], axis=1),
+        "actions": np.stack([rng.integers(0, n, 40) for n in config.branches], axis=1),
         "nb_label": rng.integers(-1, 2, 40),
-        "regime_label": rng.integers(-1, CONFIG.regimes, 40),
-        "ofi": rng.standard_normal((40, CONFIG.ofi)),
-        "next_ofi": rng.standard_normal((40, CONFIG.ofi)),
+        "regime_label": rng.integers(-1, config.regimes, 40),
+        "ofi": rng.standard_normal((40, config.ofi)),
+        "next_ofi": rng.standard_normal((40, config.ofi)),
     }
     arrays = {name: a.astype(np.float32 if a.dtype.kind == "f" else np.int32) for name, a in data.items()}
-    with Engine(CONFIG, device=device, data=arrays, precision=precision, guard=True) as engine:
+    with Engine(config, device=device, data=arrays, precision=precision, guard=True) as engine:
         engine.signals.override("iqn_readiness", 0.6)
         engine.step(decompose=True)
         engine.check_guards()
@@ -576,3 +578,22 @@ def test_a_step_as_with_separate_layers(device: Device, precision: str, monkeypa
     assert not [name for name in plain if name.startswith(("iqn_forward", "iqn_backward"))]
     for name, expected in separate.items():
         close(fused[name], expected, precision, name)
+
+
+def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks forward and backward, and products with packed weights, in one step."""
+    config = replace(CONFIG, h2=128, iqn_cos=32, iqn_h=128, iqn_quantiles=16, iqn_target_quantiles=16)
+    for module in (linear, iqn_fused, linear_tiles):  # the simulated device runs them if it is asked to
+        monkeypatch.setattr(module, "has_warpgroups", lambda target: True)
+    with monkeypatch.context() as packed:
+        packed.setattr(
+            linear, "choose_tile", lambda *sizes, precision, **options: "w64x64" if precision == "tf32" else "32x32"
+        )
+        fused, launches = whole_step(warpgroups, "tf32", config)
+    assert launches["iqn_warpgroup_tf32"] == launches["iqn_warpgroup_backward_tf32"] == 1
+    assert launches["pack"] and launches["linear_forward_tf32_w64x64"] and launches["linear_dx_tf32_w64x64"]
+    monkeypatch.setattr(nets_iqn, "_is_fused", lambda p, config: False)
+    separate, plain = whole_step(warpgroups, "tf32", config)
+    assert not [name for name in plain if name.startswith("iqn_warpgroup")]
+    for name, expected in separate.items():
+        close(fused[name], expected, "tf32", name)
