@@ -160,6 +160,33 @@ def test_check_says_what_is_wrong_with_a_report(tmp_path: Path) -> None:
     assert "2 tests failed on GPU" in str(verdict("abc", {**good, "failed": 2}, [ROW]))
 
 
+def test_tests_are_added_to_the_report_of_the_same_tree_and_device_only(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with pytest.raises(ValueError, match="is no report"):
+        gpu_report.benchmarked(path, "abc", PLACE)
+    report = gpu_report.build_report("abc", PLACE, None, [ROW])
+    path.write_text(json.dumps(report))
+    assert gpu_report.benchmarked(path, "abc", PLACE) == report
+    with pytest.raises(ValueError, match="other sources \\(abc, the tree is def"):
+        gpu_report.benchmarked(path, "def", PLACE)
+    elsewhere = {**PLACE, "device": {**PLACE["device"], "name": "another"}}
+    with pytest.raises(ValueError, match=f"is of {PLACE['device']['name']}, this is another"):
+        gpu_report.benchmarked(path, "abc", elsewhere)
+
+
+def test_tests_only_completes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sim.json"
+    common = ["--device", "sim", "--output", str(path)]
+    assert gpu_report.main([*common, "--tests-only"]) == 2
+    monkeypatch.setattr(gpu_report, "bench", lambda *_, **__: [ROW])
+    assert gpu_report.main([*common, "--skip-tests"]) == 0
+    bare = json.loads(path.read_text())
+    assert bare["tests"] is None
+    monkeypatch.setattr(gpu_report, "run_tests", lambda *_: (gpu_report.parse_junit(JUNIT), 1))
+    assert gpu_report.main([*common, "--tests-only"]) == 1
+    assert json.loads(path.read_text()) == {**bare, "tests": gpu_report.parse_junit(JUNIT)}
+
+
 def test_check_warns_and_succeeds(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gpu_report.py", "--check", "--output", str(tmp_path / "none.json")]
     done = subprocess.run(command, cwd=digest.ROOT, capture_output=True, text=True, check=True)

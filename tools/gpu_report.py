@@ -1,11 +1,12 @@
 """Run the benchmark and the tests on a GPU and write down what came of it, with a digest of the sources.
 
     python tools/gpu_report.py                 # on a machine with a GPU: writes reports/h200.json
+    python tools/gpu_report.py --tests-only    # adds the tests to the report of these sources that is there already
     python tools/gpu_report.py --check         # anywhere: warns if that report is not about these sources
 
 The tests are those of the GPU and all that need no device; the simulated device's own run where there is no GPU (add
 them with --sim). Exit status 1 if a test failed or none passed, 2 if the device is missing. The report is written in
-either case.
+either case, and without tests first: a benchmark whose tests were stopped can be completed later (--tests-only).
 """
 
 from __future__ import annotations
@@ -133,6 +134,25 @@ def check(path: Path, digest: str) -> str | None:
     return None
 
 
+def benchmarked(path: Path, digest: str, place: Mapping[str, Any]) -> dict[str, Any]:
+    """The report at `path`, to which tests of this tree on this device can be added.
+
+    Raises:
+        ValueError: there is none, or it is about other sources or another device; both sides are named.
+    """
+    again = "run without --tests-only"
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found, name = report["digest"], report["device"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no report ({type(error).__name__}: {error}); {again}") from error
+    if found != digest:
+        raise ValueError(f"{path} is about other sources ({found[:12]}, the tree is {digest[:12]}); {again}")
+    if name != place["device"]["name"]:
+        raise ValueError(f"{path} is of {name}, this is {place['device']['name']}; {again}")
+    return report
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Test and time this tree on a GPU and write a report.")
     parser.add_argument("--check", action="store_true", help="only compare the report with the tree (always status 0)")
@@ -144,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers", type=Path, help="times of other engines, as tools/bench_peers.py --output wrote them"
     )
-    parser.add_argument("--skip-tests", action="store_true", help="benchmark only")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--skip-tests", action="store_true", help="benchmark only")
+    which.add_argument("--tests-only", action="store_true", help="tests only, into the report that is there already")
     parser.add_argument("--sim", action="store_true", help="also run the tests of the simulated device")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
     options = parser.parse_args(argv)
@@ -169,11 +191,19 @@ def _make(options: argparse.Namespace, output: Path) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    # The benchmark first: right after the tests, with their many processes, the host's times are not those of a quiet
-    # machine. Written twice: tests that are stopped must not take its results with them.
-    with Device.open(options.device) as device:
-        rows = bench(device, options.model, options.batch, precision=options.precision)
-    _write(output, build_report(digest, place, None, rows, peers))
+    if options.tests_only:
+        try:
+            report = benchmarked(output, digest, place)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    else:
+        # The benchmark first: right after the tests, with their many processes, the host's times are not those of a
+        # quiet machine. Written twice: tests that are stopped must not take its results with them.
+        with Device.open(options.device) as device:
+            rows = bench(device, options.model, options.batch, precision=options.precision)
+        report = build_report(digest, place, None, rows, peers)
+        _write(output, report)
     tests, status = None, 0
     if not options.skip_tests:
         simulated = place["device"]["kind"] == "sim"
@@ -181,7 +211,7 @@ def _make(options: argparse.Namespace, output: Path) -> int:
         tests, status = run_tests(markers, options.pytest)
     if source_digest() != digest:
         raise RuntimeError("the sources changed while they were measured; run again")
-    report = build_report(digest, place, tests, rows, peers)
+    report = {**report, "tests": tests}
     _write(output, report)
     print(table(report["bench"]))
     print(f"wrote {output} for {place['device']['name']}, sources {digest[:12]}")

@@ -1,13 +1,13 @@
 """Renew every report on a GPU, with one command and within a given time.
 
     python tools/renew_reports.py --device cuda:0 --limit-s 900
-    python tools/renew_reports.py --only compile peers report      # some of the phases
+    python tools/renew_reports.py --only compile peers report tests      # some of the phases
     python tools/renew_reports.py --list
 
 The phases run one after another, each in processes of its own that are killed, with all that they started, when their
 time is over; one that fails does not stop the others, and what it wrote until then stays. The most important come
 first. JAX takes a minute to compile each step, so `compile` does that for all batch sizes side by side, into a cache
-that `peers` reads.
+that `peers` reads. `tests` completes the report of `report`, also in another run.
 
 Writes <phase>.log and the phases' JSON into the folder (default: reports). Exit status 1 if a phase failed or was
 stopped.
@@ -76,10 +76,11 @@ def phases(device: str, folder: Path, cache: Path) -> list[Phase]:
     return [
         Phase("compile", 170, warm, {**jax, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
         Phase("peers", 150, (tool("bench_peers", *peers, "--files", "full", "--output", out("peers.json")),), jax),
+        Phase("report", 60, (tool("gpu_report", *on, *report, "--peers", out("peers.json"), "--skip-tests"),), {}),
         Phase(
-            "report",
+            "tests",
             240,
-            (tool("gpu_report", *on, *report, "--peers", out("peers.json"), "--", "-n", str(_TEST_JOBS)),),
+            (tool("gpu_report", *on, "--tests-only", "--output", out("h200.json"), "--", "-n", str(_TEST_JOBS)),),
             {},
         ),
         Phase("rl", 155, (tool("rl_bench", *on, *_RL, "--output", out("rl_h200.json")),), {}),
