@@ -213,3 +213,43 @@ def test_bad_declarations_name_both_sides(program: Program) -> None:
         program.tensor("m", (2, 8)).columns(3, 9)
     with pytest.raises(ProgramError, match="gaps"):
         program.tensor("n", (2, 8)).columns(0, 4).flat()
+
+
+def test_what_is_derived_of_a_tensor_is_made_anew_after_a_write(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    made: list[Tensor] = []
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        def make() -> Tensor:
+            made.append(program.tensor(f"copy{len(made)}", tensor.shape))
+            return made[-1]
+
+        return program.derived(tensor, "copy", make)
+
+    first = copy_of(x)
+    assert copy_of(x) is first
+    assert copy_of(x.rows(0, 4)) is not first  # another view, another copy
+    chain(program, x, y, a)
+    assert copy_of(x) is first  # it was only read
+    record = chain(program, y, z, a)
+    program.amend(record, {}, writes=[x])
+    assert copy_of(x) is not first
+    second = copy_of(x)
+    chain(program, y, x.rows(0, 4), a)  # a part of it
+    assert copy_of(x) is not second
+
+
+def test_amending_takes_a_record_of_the_program_once(program: Program) -> None:
+    a, x, y, z = vectors(program, "axyz")
+    record = chain(program, x, y, a)
+    new = program.amend(record, {"b": 2.0}, writes=[z])
+    assert program.launches == [new]
+    assert new.fields == {**record.fields, "b": 2.0} and new.writes == (y, z)
+    with pytest.raises(ProgramError, match="'x->y' is no record of this program, or was amended before"):
+        program.amend(record, {"b": 3.0}, writes=[])
+    other = Program(Target.of("sm_90"))
+    with pytest.raises(ProgramError, match="belongs to another program"):
+        program.amend(new, {}, writes=[other.tensor("w", (8,))])
+    with pytest.raises(ProgramError, match="field a is tensor 'u', which the record neither reads nor writes"):
+        program.amend(new, {"a": program.tensor("u", (8,))}, writes=[])
+    assert program.launches == [new]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxengine.driver import Device
+from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program
 from fxengine.train.groups import ParamGroup, ParamSpec
 from fxengine.train.optimizer import Guard
@@ -205,3 +205,8 @@ def test_targets_by_name(device: Device) -> None:
     assert target["w"].storage is target["b"].storage is target.values.storage
     with pytest.raises(KeyError, match=r"no target of 'x'; group 'trunk' has w, b"):
         target["x"]
+
+
+def test_parameters_are_vectors_and_matrices() -> None:
+    with pytest.raises(ValueError, match=r"parameter 'w' has shape \(2, 3, 4\); expected \[n\] or \[out, in\]"):
+        ParamGroup(Program(Target.of("sim")), "trunk", 0, [ParamSpec("w", (2, 3, 4))])
