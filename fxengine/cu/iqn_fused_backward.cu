@@ -126,43 +126,13 @@ private:
         : pair(thread >> 5 & 3), lane(thread & 31), g(lane >> 2), t(lane & 3), column(32 * pair + 4 * g) {}
 };
 
-// What of the work is the block's, found out afresh likewise: the columns from column0 on, and a slice of the rows.
-struct IqnShare {
-    int column0, slice;
-
-    __device__ __forceinline__ explicit IqnShare(const IqnBackward& r) {
-        const int tile = fx_linear_again(fx_tile(r));
-        const int parts = (r.features + 127) / 128;
-        column0 = tile % parts * 128;
-        slice = tile / parts;
-    }
-};
-
-// Rows of a run.
-template <int ROWS>
-__device__ __forceinline__ int iqn_run(const IqnBackward& r) {
-    return r.quantiles > ROWS ? r.quantiles : ROWS;
-}
+typedef IqnShareOf<1> IqnShare;
 
 // First row of the tile after the one at row0.
 template <int ROWS>
 __device__ __forceinline__ int iqn_next(const IqnBackward& r, int row0) {
     const int run = iqn_run<ROWS>(r), next = fx_linear_again(row0) + ROWS;
     return next % run == 0 ? next + (r.slices - 1) * run : next;
-}
-
-// phi of the pair's warp of the first kind is there. The first kind goes on at once, the second waits.
-template <bool WAITS>
-__device__ __forceinline__ void iqn_hand_over(int pair) {
-#if FX_DEVICE
-    if constexpr (WAITS) {
-        asm volatile("barrier.sync %0, 64;" :: "r"(1 + pair) : "memory");
-    } else {
-        asm volatile("barrier.arrive %0, 64;" :: "r"(1 + pair) : "memory");
-    }
-#else
-    __syncthreads();
-#endif
 }
 
 // The four numbers of h2 that chunk i of the tile's rows is mixed with, in this lane: [i][h] like a sum's rows.
@@ -328,7 +298,7 @@ struct IqnMixing {
                 handed[(2 * j + i) * 32] = make_float4(p[0], p[1], p[2], p[3]);
             }
         }
-        iqn_hand_over<false>(own.pair);
+        iqn_hand_over<64, false>(own.pair);
         FX_UNROLL
         for (int chunk = 0; chunk < DOWN; ++chunk) {
             float hidden[2][1][2][4];
@@ -471,7 +441,7 @@ struct IqnUnmixing {
                 for (int f = 0; f < 2; ++f) tile.dhidden.load_across(b[f], c, chunk, f);
                 fx_mma<WORD, STEPS, 2, 2>(dmixed, w_iq1[c], b);
             }
-            if (chunk == 0) iqn_hand_over<true>(own.pair);
+            if (chunk == 0) iqn_hand_over<64, true>(own.pair);
             float mixer[2][2], dphi[2][2][4];
             iqn_state(mixer, tile, own, chunk);
             const float4* const handed = block.phi + (own.pair * DOWN + chunk) * 4 * 32 + own.lane;

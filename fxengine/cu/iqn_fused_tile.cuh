@@ -1,5 +1,6 @@
 // For the gradients of the fused quantile networks: matrices in shared memory that a product reads along their rows and
-// another one along their columns, and what dhidden = (dtheta w_iq2) slope(hidden) is made with.
+// another one along their columns, what dhidden = (dtheta w_iq2) slope(hidden) is made with, and how the backwards
+// share out their work.
 #pragma once
 #include "iqn_fused.cuh"
 
@@ -155,4 +156,39 @@ __device__ __forceinline__ float iqn_rows_sum(float v) {
     FX_UNROLL
     for (int other = 4; other < 32; other *= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
+}
+
+// What of the work is the block's, found out afresh where it is wanted, so that it takes no registers in between: 128
+// columns from column0 on, and a slice of the rows. The number of features is a multiple of STEP.
+template <int STEP>
+struct IqnShareOf {
+    int column0, slice;
+
+    template <class Record>
+    __device__ __forceinline__ explicit IqnShareOf(const Record& r) {
+        const int tile = fx_linear_again(fx_tile(r));
+        const int parts = (r.features + 128 - STEP) / 128;
+        column0 = tile % parts * 128;
+        slice = tile / parts;
+    }
+};
+
+// Rows of a run.
+template <int ROWS, class Record>
+__device__ __forceinline__ int iqn_run(const Record& r) {
+    return r.quantiles > ROWS ? r.quantiles : ROWS;
+}
+
+// phi of a pair is there, which has so many threads: those that made it go on at once, the others wait.
+template <int THREADS, bool WAITS>
+__device__ __forceinline__ void iqn_hand_over(int pair) {
+#if FX_DEVICE
+    if constexpr (WAITS) {
+        asm volatile("barrier.sync %0, %1;" :: "r"(1 + pair), "n"(THREADS) : "memory");
+    } else {
+        asm volatile("barrier.arrive %0, %1;" :: "r"(1 + pair), "n"(THREADS) : "memory");
+    }
+#else
+    __syncthreads();
+#endif
 }

@@ -210,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnW
     __shared__ u64 barriers[iqn_most];
     int tile;
     const IqnWarpgroup& record = fx_record(table, count, tile, place);
-    const u64 aligned = (reinterpret_cast<u64>(dynamic) + 1023) & ~1023ull;
-    const IqnResident weights(record, reinterpret_cast<float*>(aligned));
+    const IqnResident weights(record, fx_linear_aligned(dynamic));
     if (threadIdx.x == 0) weights.fill(record, barriers);
     const int first = record.features, second = first + iqn_wide, all = second + weights.last_rows;
     for (int e = static_cast<int>(threadIdx.x); e < all; e += 128 * iqn_groups) {

@@ -99,40 +99,12 @@ private:
         : thread(of_kind), warp(thread >> 5), lane(thread & 31), g(lane >> 2), t(lane & 3), column(16 * warp + 2 * g) {}
 };
 
-// What of the work is the block's: the columns from column0 on, and a slice of the rows.
-struct IqnShare {
-    int column0, slice;
-
-    __device__ __forceinline__ explicit IqnShare(const IqnWarpgroupBackward& r) {
-        const int tile = fx_linear_again(fx_tile(r));
-        const int parts = r.features / iqn_columns_of_block;
-        column0 = tile % parts * iqn_columns_of_block;
-        slice = tile / parts;
-    }
-};
-
-__device__ __forceinline__ int iqn_run(const IqnWarpgroupBackward& r) {
-    return r.quantiles > iqn_rows ? r.quantiles : iqn_rows;
-}
+typedef IqnShareOf<iqn_columns_of_block> IqnShare;
 
 // First row of the tile after the one at row0.
 __device__ __forceinline__ int iqn_next(const IqnWarpgroupBackward& r, int row0) {
-    const int run = iqn_run(r), next = row0 + iqn_rows;
+    const int run = iqn_run<iqn_rows>(r), next = row0 + iqn_rows;
     return run == iqn_rows || next % run == 0 ? next + (r.slices - 1) * run : next;
-}
-
-// phi of the mixing warpgroup is there. That one goes on at once, its partner waits.
-template <bool WAITS>
-__device__ __forceinline__ void iqn_hand_over(int pair) {
-#if FX_DEVICE
-    if constexpr (WAITS) {
-        asm volatile("barrier.sync %0, 256;" :: "r"(1 + pair) : "memory");
-    } else {
-        asm volatile("barrier.arrive %0, 256;" :: "r"(1 + pair) : "memory");
-    }
-#else
-    __syncthreads();
-#endif
 }
 
 // Begins to copy four floats, of which the first `left` exist.
@@ -255,7 +227,7 @@ struct IqnMixing {
                 for (int e = 0; e < 4; ++e) phi[j][e] = fx_activate(FX_RELU, phi[j][e]);
                 fx_shared_store(to + j * 32 * 16, phi[j]);
             }
-            iqn_hand_over<false>(own.warp >> 2);
+            iqn_hand_over<256, false>(own.warp >> 2);
             const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
@@ -393,7 +365,7 @@ struct IqnUnmixing {
         unsigned dphi[4][4];
         {
             const IqnPlace own;
-            iqn_hand_over<true>(own.warp >> 2);
+            iqn_hand_over<256, true>(own.warp >> 2);
             const FxShared from = block.phi + (own.warp * 4 * 32 + own.lane) * 16;
             const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
             FX_UNROLL
@@ -486,7 +458,7 @@ __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const Iq
     fx_bulk_wait(barrier, 0);
     fx_wait();
     fx_trigger();
-    int row0 = IqnShare(r).slice * iqn_run(r), next = iqn_next(r, row0), slot = 0;
+    int row0 = IqnShare(r).slice * iqn_run<iqn_rows>(r), next = iqn_next(r, row0), slot = 0;
     group.start(row0);
     __syncthreads();
     group.prepare(block.tiles, row0, next);
@@ -518,8 +490,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) fx_iqn_warpgroup_backward(c
     __shared__ u64 barrier;
     int tile;
     const IqnWarpgroupBackward& r = fx_record(table, count, tile, place);
-    const u64 aligned = (reinterpret_cast<u64>(dynamic) + 1023) & ~1023ull;
-    const IqnLayout block(fx_shared(reinterpret_cast<float*>(aligned)));
+    const IqnLayout block(fx_shared(fx_linear_aligned(dynamic)));
     if (threadIdx.x == 0) {
         const int blocks = r.cosines / 32, column0 = IqnShare(r).column0;
         fx_bulk_barrier(&barrier);

@@ -124,6 +124,11 @@ struct LinearSource {
     __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
 };
 
+// The first multiple of 1,024 in dynamic shared memory, from which on operands of warpgroups lie (wgmma.cuh).
+__device__ __forceinline__ float* fx_linear_aligned(float4* dynamic) {
+    return reinterpret_cast<float*>((reinterpret_cast<u64>(dynamic) + 1023) & ~1023ull);
+}
+
 // A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for operands of warpgroups from a
 // multiple of 1,024 on.
 template <class T>
@@ -134,9 +139,7 @@ __device__ __forceinline__ float* fx_linear_shared() {
         return reinterpret_cast<float*>(shared);
     } else {
         FX_DYN_SHARED(float4, shared);
-        u64 address = reinterpret_cast<u64>(shared);
-        if (T::PACKED) address = (address + 1023) & ~1023ull;
-        return reinterpret_cast<float*>(address);
+        return T::PACKED ? fx_linear_aligned(shared) : reinterpret_cast<float*>(shared);
     }
 }
 

@@ -146,26 +146,17 @@ __device__ __forceinline__ bool fx_linear_dw_results(const LinearDw& r, const Li
         if (threadIdx.x < T::BM) mine[T::BM * T::BN + threadIdx.x] = sum;
     }
     if (!fx_linear_last(r.arrived + t.index, r.slices)) return false;
-    // Eight loads of a thread are under way at once.
-    constexpr int STEP = T::THREADS * T::WIDTH, RUNS = T::BM * T::BN / STEP, N = RUNS < 4 ? RUNS : 4, AHEAD = 8 / N;
-    static_assert(RUNS % N == 0, "runs in equal parts");
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) * T::WIDTH; i < T::BM * T::BN; i += N * STEP) {
-        float v[N][T::WIDTH] = {};
-#pragma unroll AHEAD
+    for (int i = static_cast<int>(threadIdx.x) * T::WIDTH; i < T::BM * T::BN; i += T::THREADS * T::WIDTH) {
+        float v[T::WIDTH] = {};
+#pragma unroll 4
         for (int s = 0; s < r.slices; ++s) {
+            float part[T::WIDTH];
+            fx_load(part, parts + static_cast<long long>(s) * PART + i, T::WIDTH, true);
             FX_UNROLL
-            for (int u = 0; u < N; ++u) {
-                float part[T::WIDTH];
-                fx_load(part, parts + static_cast<long long>(s) * PART + i + u * STEP, T::WIDTH, true);
-                FX_UNROLL
-                for (int e = 0; e < T::WIDTH; ++e) v[u][e] += part[e];
-            }
+            for (int e = 0; e < T::WIDTH; ++e) v[e] += part[e];
         }
-        FX_UNROLL
-        for (int u = 0; u < N; ++u) {
-            fx_linear_dw_store(r, t, (i + u * STEP) / T::BN, (i + u * STEP) % T::BN, v[u], squares);
-        }
+        fx_linear_dw_store(r, t, i / T::BN, i % T::BN, v, squares);
     }
     if (with_bias && threadIdx.x < T::BM) {
         float sum = 0.0f;

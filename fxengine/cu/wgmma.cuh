@@ -43,9 +43,7 @@
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#endif
 
-#if FX_DEVICE && FX_HAS_WARPGROUPS
 // The descriptor of an operand in shared memory: its address, rows in groups of 8 x 128 bytes, chunks exchanged within
 // each group.
 __device__ __forceinline__ u64 fx_warpgroup_operand(FxShared at) {

@@ -35,17 +35,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.ops import iqn, linear
+from fxengine.ops import iqn, iqn_warpgroup, linear
 from fxengine.ops.checks import require_as
-from fxengine.ops.linear_tiles import has_warpgroups
-from fxengine.ops.pack import packed, packed_transpose
+from fxengine.ops.iqn_sizes import (
+    BACKWARD_COLUMNS,
+    BACKWARD_OUTPUTS,
+    MAX_COSINES,
+    MAX_WIDTH,
+    STATIC,
+    Sizes,
+    Weights,
+    extents,
+)
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
-
-#: Most cosines and most hidden numbers that the kernels have room for.
-MAX_COSINES = 64
-MAX_WIDTH = 128
 
 # Columns of h2 that a block of the state's gradient owns, and rows of its chunks, of which it holds two.
 _STATE_COLUMNS = 128
@@ -58,65 +62,12 @@ _APART_SAMPLES = 2
 # beyond, the step is made of such launches.
 _BESIDE_SAMPLES = 8
 
-# Shared memory that the kernels declare themselves.
-_STATIC = 256
-
 _WARPS = 8  # of a block
 
-# Columns of h2 that a block of the backward owns, outputs whose weights it has in shared memory, and the rows of its
-# tiles: the more there is room for, the better.
-_BACKWARD_COLUMNS = 128
-_BACKWARD_OUTPUTS = 16
+# Rows of a tile of the backward: the more there is room for, the better.
 _TILE_ROWS = (32, 16)
 
-# Rows of a tile of the backward by warpgroups, and the dynamic shared memory of a block: w_phi, two tiles, phi, hidden
-# numbers, w_iq2, dtheta, h2, b_phi (IqnLayout), aligned.
-_WARPGROUP_ROWS = 32
-_WARPGROUP_BACKWARD_SHARED = (
-    512 * MAX_COSINES
-    + 16 * _WARPGROUP_ROWS * (MAX_COSINES + MAX_WIDTH)
-    + 4 * _WARPGROUP_ROWS * (_BACKWARD_COLUMNS + 2 * MAX_WIDTH)
-    + 64 * MAX_WIDTH
-    + 8 * _WARPGROUP_ROWS * _BACKWARD_OUTPUTS
-    + (_WARPGROUP_ROWS + 4) * _BACKWARD_COLUMNS
-    + 1024
-)
-
 _OLDEST_ARCH = 80  # mma.sync of tf32 and bf16
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a quantile network.
-
-    Attributes:
-        cosines: features of a fraction, M.
-        features: features of the state, H2.
-        width: hidden numbers, I.
-        outputs: actions of all branches.
-    """
-
-    cosines: int
-    features: int
-    width: int
-    outputs: int
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Float32 parameters: w_phi [H2, M], b_phi [H2], w_iq1 [I, H2], b_iq1 [I], w_iq2 [A, I], b_iq2 [A]."""
-
-    w_phi: Tensor
-    b_phi: Tensor
-    w_iq1: Tensor
-    b_iq1: Tensor
-    w_iq2: Tensor
-    b_iq2: Tensor
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes that the parameters speak of."""
-        return Sizes(self.w_phi.shape[1], self.w_phi.shape[0], self.w_iq1.shape[0], self.w_iq2.shape[0])
 
 
 @dataclass(frozen=True)
@@ -140,32 +91,14 @@ def forward_shared(precision: str, sizes: Sizes) -> int:
 def fits(target: Target, precision: str, sizes: Sizes) -> bool:
     """Whether `forward` serves this device, precision and shape."""
     return (
-        _in_range(target, precision, sizes) and forward_shared(precision, sizes) + _STATIC <= target.shared_memory_optin
+        _in_range(target, precision, sizes) and forward_shared(precision, sizes) + STATIC <= target.shared_memory_optin
     )
-
-
-def warpgroup_shared(sizes: Sizes) -> int:
-    """Bytes of dynamic shared memory of a block of `forward` by warpgroups: all weights, packed, and the biases."""
-    last = -(-sizes.outputs // 16) * 16
-    weights = sizes.features * (sizes.cosines + MAX_WIDTH) + MAX_WIDTH * last
-    return 4 * (weights + sizes.features + MAX_WIDTH + last) + 1024  # aligned
-
-
-def fits_warpgroup(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
-    """Whether `forward` serves this shape by warpgroups, whose products are the fastest of an sm_90."""
-    return precision == "tf32" and has_warpgroups(target) and _warpgroup_shape(target, sizes, quantiles)
-
-
-def _warpgroup_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
-    whole = sizes.cosines in (32, 64) and sizes.features % 64 == 0 and sizes.features <= 512 and quantiles % 16 == 0
-    fits = warpgroup_shared(sizes) + 2 * _STATIC <= target.shared_memory_optin
-    return whole and sizes.width == MAX_WIDTH and fits
 
 
 def backward_shared(precision: str, rows: int) -> int:
     """Bytes of dynamic shared memory of a block of `backward` with tiles of so many rows."""
-    operand, columns = 2 if precision == "bf16" else 4, _BACKWARD_COLUMNS
-    weights = operand * (MAX_COSINES * columns + MAX_WIDTH * _BACKWARD_OUTPUTS)
+    operand, columns = 2 if precision == "bf16" else 4, BACKWARD_COLUMNS
+    weights = operand * (MAX_COSINES * columns + MAX_WIDTH * BACKWARD_OUTPUTS)
     tile = 2 * operand * rows * (MAX_COSINES + MAX_WIDTH) + 4 * (rows // 8) * columns
     return weights + 4 * rows * columns + 2 * tile + 4 * columns
 
@@ -174,7 +107,7 @@ def backward_rows(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     """Rows of a tile of `backward` on this device; 0 where `backward` does not serve it."""
     if _in_range(target, precision, sizes) and quantiles % 8 == 0:
         for rows in _TILE_ROWS:
-            enough = backward_shared(precision, rows) + _STATIC <= target.shared_memory_optin
+            enough = backward_shared(precision, rows) + STATIC <= target.shared_memory_optin
             if enough and (rows % quantiles == 0 or quantiles % rows == 0):
                 return rows
     return 0
@@ -185,18 +118,6 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_rows(target, precision, sizes, quantiles) > 0
 
 
-def fits_warpgroup_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
-    """Whether `backward` serves this shape by warpgroups, whose products are the fastest of an sm_90."""
-    return precision == "tf32" and has_warpgroups(target) and _warpgroup_backward_shape(target, sizes, quantiles)
-
-
-def _warpgroup_backward_shape(target: Target, sizes: Sizes, quantiles: int) -> bool:
-    whole = sizes.cosines in (32, 64) and sizes.features % _BACKWARD_COLUMNS == 0 and sizes.width == MAX_WIDTH
-    tiles = quantiles % 8 == 0 and (_WARPGROUP_ROWS % quantiles == 0 or quantiles % _WARPGROUP_ROWS == 0)
-    fits = target.shared_memory_optin >= _WARPGROUP_BACKWARD_SHARED + 2 * _STATIC
-    return whole and sizes.outputs <= _BACKWARD_OUTPUTS and tiles and fits
-
-
 def state_shared(precision: str) -> int:
     """Bytes of dynamic shared memory of a block of `state_gradient`: cosines and hidden gradients of two chunks."""
     return 2 * _STATE_ROWS * (MAX_COSINES + MAX_WIDTH) * (2 if precision == "bf16" else 4)
@@ -204,7 +125,7 @@ def state_shared(precision: str) -> int:
 
 def fits_state(target: Target, precision: str, sizes: Sizes) -> bool:
     """Whether `state_gradient` serves this device, precision and shape."""
-    return _in_range(target, precision, sizes) and state_shared(precision) + _STATIC <= target.shared_memory_optin
+    return _in_range(target, precision, sizes) and state_shared(precision) + STATIC <= target.shared_memory_optin
 
 
 def apart(target: Target, samples: int) -> bool:
@@ -239,7 +160,8 @@ def forward(
         theta: float32 [B*N, A], overwritten; row b*N + i is quantile i of sample b.
         hidden: float32 [B*N, I] for the activations that a backward needs, or None.
         share: part of the device's multiprocessors to work on; records that run at the same time divide it.
-        warpgroups: make the products by warpgroups, with packed weights (default: where `fits_warpgroup` says so).
+        warpgroups: make the products by warpgroups, with packed weights (default: where
+            `iqn_warpgroup.fits_warpgroup` says so).
         label: shown in tables (default: the name of `theta`).
 
     Raises:
@@ -249,9 +171,9 @@ def forward(
     sizes = weights.sizes
     rows, quantiles = _check(tau, h2, weights, label)
     if warpgroups is None:
-        warpgroups = fits_warpgroup(program.target, program.precision, sizes, quantiles)
+        warpgroups = iqn_warpgroup.fits_warpgroup(program.target, program.precision, sizes, quantiles)
     if warpgroups:
-        served = program.precision == "tf32" and _warpgroup_shape(program.target, sizes, quantiles)
+        served = iqn_warpgroup.warpgroup_shape(program.target, program.precision, sizes, quantiles)
         shape = f"{sizes} with {quantiles} quantiles"
         _require_served(served, program, shape, label, "fits_warpgroup")
     else:
@@ -260,7 +182,8 @@ def forward(
     require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
     if warpgroups:
-        _forward_by_warpgroups(program, tau, h2, weights, theta, hidden, blocks=min(-(-rows // 64), room), label=label)
+        blocks = min(-(-rows // 64), room)
+        iqn_warpgroup.forward_by_warpgroups(program, tau, h2, weights, theta, hidden, blocks=blocks, label=label)
         return
     # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.
     height = 32 if quantiles % 32 == 0 and rows > _WARPS * 16 * room else 16
@@ -277,47 +200,10 @@ def forward(
             "ld_theta": theta.ld,
             "rows": rows,
             "quantiles": quantiles,
-            **_extents(sizes),
+            **extents(sizes),
             "blocks": min(-(-rows // (_WARPS * height)), room),
         },
         reads=[tau, h2, *_all(weights)],
-        writes=[theta, hidden],
-        label=label,
-    )
-
-
-def _forward_by_warpgroups(
-    program: Program,
-    tau: Tensor,
-    h2: Tensor,
-    weights: Weights,
-    theta: Tensor,
-    hidden: Tensor | None,
-    *,
-    blocks: int,
-    label: str,
-) -> None:
-    sizes = weights.sizes
-    matrices = {name: packed(program, getattr(weights, name)) for name in ("w_phi", "w_iq1", "w_iq2")}
-    biases = {name: getattr(weights, name) for name in ("b_phi", "b_iq1", "b_iq2")}
-    program.launch(
-        _warpgroup_family(warpgroup_shared(sizes)),
-        {
-            "tau": tau,
-            "h2": h2,
-            **matrices,
-            **biases,
-            "hidden": hidden or 0,
-            "theta": theta,
-            "ld_h2": h2.ld,
-            "ld_hidden": hidden.ld if hidden else 0,
-            "ld_theta": theta.ld,
-            "rows": tau.size,
-            "quantiles": tau.shape[1],
-            **_extents(sizes),
-            "blocks": blocks,
-        },
-        reads=[tau, h2, *matrices.values(), *biases.values()],
         writes=[theta, hidden],
         label=label,
     )
@@ -361,8 +247,8 @@ def backward(
         gradients: where the gradients of the parameters go, at full scale; None: not wanted.
         accumulate_gradients: add to them instead of overwriting them.
         share: part of the device's multiprocessors to work on.
-        warpgroups: make the products by warpgroups, with packed weights (default: where `fits_warpgroup_backward` says
-            so).
+        warpgroups: make the products by warpgroups, with packed weights (default: where
+            `iqn_warpgroup.fits_warpgroup_backward` says so).
         name: label, and beginning of the tensor declared here, `<name>.partial`.
 
     Raises:
@@ -385,26 +271,26 @@ def backward(
     rows, quantiles = tau.size, tau.shape[1]
     shape = f"{sizes} with {quantiles} quantiles"
     if warpgroups is None:
-        warpgroups = fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
+        warpgroups = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
     if warpgroups:
-        served = program.precision == "tf32" and _warpgroup_backward_shape(program.target, sizes, quantiles)
+        served = iqn_warpgroup.warpgroup_backward_shape(program.target, program.precision, sizes, quantiles)
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
-        height, family = _WARPGROUP_ROWS, _warpgroup_backward_family()
-        copies = {"w_phi": packed(program, weights.w_phi), "w_iq1": packed_transpose(program, weights.w_iq1)}
-        fields = {**{key: value for key, value in fields.items() if key not in ("ld_phi", "ld_iq1")}, **copies}
-        reads = [*(t for t in reads if t not in (weights.w_phi, weights.w_iq1)), *copies.values()]
+        height, family = iqn_warpgroup.WARPGROUP_ROWS, iqn_warpgroup.warpgroup_backward_family()
+        w_phi, w_iq1 = iqn_warpgroup.packed_for_backward(program, weights)
     else:
         height = backward_rows(program.target, program.precision, sizes, quantiles)
         _require_served(height > 0, program, shape, name, "fits_backward")
         family = _backward_family(program.precision, height)
-    parts = -(-sizes.features // _BACKWARD_COLUMNS)
+        w_phi, w_iq1 = weights.w_phi, weights.w_iq1
+        fields |= {"ld_phi": w_phi.ld, "ld_iq1": w_iq1.ld}
+    parts = -(-sizes.features // BACKWARD_COLUMNS)
     slices = max(1, min(-(-rows // max(height, quantiles)), int(program.target.sm_count * share) // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
     partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
     program.launch(
         family,
-        {**fields, "partial": partial or 0, "rows": rows, "slices": slices},
-        reads=reads,
+        {**fields, "w_phi": w_phi, "w_iq1": w_iq1, "partial": partial or 0, "rows": rows, "slices": slices},
+        reads=[*reads, w_phi, w_iq1],
         writes=[dh2, partial],
         label=name,
     )
@@ -496,8 +382,16 @@ def state_gradient(
     samples, parts = tau.shape[0], -(-sizes.features // _STATE_COLUMNS)
     program.launch(
         _state_family(program.precision),
-        {**fields, "samples": samples, "slices": min(samples, max(1, program.target.sm_count // parts))},
-        reads=reads,
+        {
+            **fields,
+            "w_phi": weights.w_phi,
+            "w_iq1": weights.w_iq1,
+            "ld_phi": weights.w_phi.ld,
+            "ld_iq1": weights.w_iq1.ld,
+            "samples": samples,
+            "slices": min(samples, max(1, program.target.sm_count // parts)),
+        },
+        reads=[*reads, weights.w_phi, weights.w_iq1],
         writes=[dh2],
         label=name,
     )
@@ -517,7 +411,8 @@ def _gradient(
     accumulate: bool,
     name: str,
 ) -> tuple[dict[str, Tensor | int], list[Tensor | None]]:
-    """The fields that records of gradients have in common, and what these read; arguments that fit each other."""
+    """The fields that records of gradients have in common, and what they read: all but w_phi and w_iq1, of which some
+    have copies. Checks the arguments."""
     sizes = weights.sizes
     rows, quantiles = _check(tau, h2, weights, name)
     for role, tensor, shape in (
@@ -535,9 +430,7 @@ def _gradient(
         "tau": tau,
         "h2": h2,
         "hidden": hidden,
-        "w_phi": weights.w_phi,
         "b_phi": weights.b_phi,
-        "w_iq1": weights.w_iq1,
         "w_iq2": weights.w_iq2,
         "weight": weight or 0,
         "readiness": readiness or 0,
@@ -545,16 +438,15 @@ def _gradient(
         "ld_dtheta": dtheta.ld,
         "ld_h2": h2.ld,
         "ld_hidden": hidden.ld,
-        "ld_phi": weights.w_phi.ld,
-        "ld_iq1": weights.w_iq1.ld,
         "ld_iq2": weights.w_iq2.ld,
         "ld_dh2": dh2.ld if dh2 else 0,
         "quantiles": quantiles,
-        **_extents(sizes),
+        **extents(sizes),
         "activation": linear.ACTIVATION_CODES[activation],
         "accumulate": int(accumulate),
     }
-    return fields, [dtheta, tau, h2, hidden, *_all(weights), weight, readiness, dh2 if accumulate else None]
+    parameters = (weights.b_phi, weights.b_iq1, weights.w_iq2, weights.b_iq2)
+    return fields, [dtheta, tau, h2, hidden, *parameters, weight, readiness, dh2 if accumulate else None]
 
 
 def _in_range(target: Target, precision: str, sizes: Sizes) -> bool:
@@ -594,22 +486,8 @@ def _backward_family(precision: str, rows: int) -> Family:
         source="iqn_fused_backward.cu",
         kernel=f"fx_iqn_backward_{precision}_{rows}",
         struct="IqnBackward",
-        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // _BACKWARD_COLUMNS),
+        tiles=lambda fields: int(fields["slices"]) * -(-int(fields["features"]) // BACKWARD_COLUMNS),
         shared=backward_shared(precision, rows),
-        whole=True,
-        early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
-    )
-
-
-@cache
-def _warpgroup_backward_family() -> Family:
-    return Family(
-        "iqn_warpgroup_backward_tf32",
-        source="iqn_warpgroup_backward.cu",
-        kernel="fx_iqn_warpgroup_backward",
-        struct="IqnWarpgroupBackward",
-        tiles=lambda fields: int(fields["slices"]) * (int(fields["features"]) // _BACKWARD_COLUMNS),
-        shared=_WARPGROUP_BACKWARD_SHARED,
         whole=True,
         early=("w_phi", "b_phi", "w_iq1", "w_iq2"),
     )
@@ -637,21 +515,6 @@ def _forward_family(precision: str, height: int, shared: int) -> Family:
         source="iqn_fused.cu",
         kernel=f"fx_iqn_forward_{precision}_{height}",
         struct="IqnForward",
-        tiles=_blocks,
-        late=True,
-        shared=shared,
-        whole=True,
-        early=("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2"),
-    )
-
-
-@cache
-def _warpgroup_family(shared: int) -> Family:
-    return Family(
-        "iqn_warpgroup_tf32",
-        source="iqn_warpgroup.cu",
-        kernel="fx_iqn_warpgroup",
-        struct="IqnWarpgroup",
         tiles=_blocks,
         late=True,
         shared=shared,
@@ -769,15 +632,6 @@ def _parameters(weights: Weights) -> dict[str, Tensor | int]:
         "ld_phi": weights.w_phi.ld,
         "ld_iq1": weights.w_iq1.ld,
         "ld_iq2": weights.w_iq2.ld,
-    }
-
-
-def _extents(sizes: Sizes) -> dict[str, int]:
-    return {
-        "cosines": sizes.cosines,
-        "features": sizes.features,
-        "width": sizes.width,
-        "outputs": sizes.outputs,
     }
 
 

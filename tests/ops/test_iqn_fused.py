@@ -12,7 +12,7 @@ from fxengine import Engine, StepConfig
 from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.nets import iqn as nets_iqn
-from fxengine.ops import iqn_fused, linear, linear_tiles
+from fxengine.ops import iqn_fused, iqn_warpgroup, linear, linear_tiles
 from fxengine.train.decomposition import COMPONENTS
 
 PRECISIONS = ("tf32", "bf16")
@@ -498,18 +498,18 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert iqn_fused.backward_rows(hopper, "tf32", usual, 48) == 16
     assert not iqn_fused.fits_backward(hopper, "tf32", usual, 24)
     assert not iqn_fused.fits_backward(hopper, "tf32", usual, 12)
-    assert iqn_fused.fits_warpgroup(hopper, "tf32", usual, 32)
-    assert not iqn_fused.fits_warpgroup(hopper, "bf16", usual, 32)
-    assert not iqn_fused.fits_warpgroup(hopper, "tf32", usual, 8)
-    assert not iqn_fused.fits_warpgroup(ampere, "tf32", usual, 32)
+    assert iqn_warpgroup.fits_warpgroup(hopper, "tf32", usual, 32)
+    assert not iqn_warpgroup.fits_warpgroup(hopper, "bf16", usual, 32)
+    assert not iqn_warpgroup.fits_warpgroup(hopper, "tf32", usual, 8)
+    assert not iqn_warpgroup.fits_warpgroup(ampere, "tf32", usual, 32)
     for quantiles in (8, 16, 32, 64, 96):
-        assert iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, quantiles)
+        assert iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", usual, quantiles)
         assert iqn_fused.fits_backward(hopper, "tf32", usual, quantiles)
-    assert not iqn_fused.fits_warpgroup_backward(hopper, "bf16", usual, 32)
-    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", usual, 48)
-    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
-    assert not iqn_fused.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
-    assert not iqn_fused.fits_warpgroup_backward(ampere, "tf32", usual, 32)
+    assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "bf16", usual, 32)
+    assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", usual, 48)
+    assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
+    assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
+    assert not iqn_warpgroup.fits_warpgroup_backward(ampere, "tf32", usual, 32)
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
@@ -583,7 +583,7 @@ def test_a_step_as_with_separate_layers(device: Device, precision: str, monkeypa
 def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks forward and backward, and products with packed weights, in one step."""
     config = replace(CONFIG, h2=128, iqn_cos=32, iqn_h=128, iqn_quantiles=16, iqn_target_quantiles=16)
-    for module in (linear, iqn_fused, linear_tiles):  # the simulated device runs them if it is asked to
+    for module in (linear, iqn_warpgroup, linear_tiles):  # the simulated device runs them if it is asked to
         monkeypatch.setattr(module, "has_warpgroups", lambda target: True)
     with monkeypatch.context() as packed:
         packed.setattr(
