@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
@@ -35,6 +35,12 @@ ONLY_SM_90 = frozenset(
 
 #: Registers that a kernel must have been given when it starts, because it deals them out anew.
 REGISTERS = {"fx_iqn_warpgroup_backward": 128}
+
+#: Files that are compiled with sizes as well, those of the default network: macros by file.
+SIZES: dict[str, tuple[Mapping[str, str], ...]] = {
+    name: tuple({"HEADS_SIZES": f"{height}, 128, 128, 51, 3"} for height in (16, 64))
+    for name in ("heads.cu", "heads_tf32.cu", "heads_bf16.cu")
+}
 
 #: (kernel, architecture) -> why this kernel may spill there.
 ALLOWED_SPILLS: dict[tuple[str, str], str] = {}
@@ -64,20 +70,24 @@ def sources(names: Sequence[str] = ()) -> list[str]:
     return [name if (KERNEL_FOLDER / name).is_file() else str(Path(name).resolve()) for name in names]
 
 
-def compile_one(name: str, arch: str) -> Result:
-    """Compile one file for one architecture."""
+def compile_one(name: str, arch: str, macros: Mapping[str, str] | None = None) -> Result:
+    """Compile one file for one architecture, with macros or without; kernels with macros are named after those too."""
     short = Path(name).name
     try:
-        return Result(short, arch, tuple(compile_report(KernelSource.load(name), arch)))
+        if not macros:
+            return Result(short, arch, tuple(compile_report(KernelSource.load(name), arch)))
+        found = compile_report(KernelSource.defining(name, macros), arch)
+        shown = "; ".join(macros.values())
+        return Result(short, arch, tuple(replace(use, kernel=f"{use.kernel} [{shown}]") for use in found))
     except FxError as error:
         return Result(short, arch, (), str(error))
 
 
 def compile_all(names: Sequence[str], archs: Sequence[str] = ARCHS, *, jobs: int = 1) -> list[Result]:
     """Compile files for architectures in `jobs` processes (NVRTC runs one compilation per process at a time)."""
-    tasks = [(name, arch) for name in names for arch in archs]
+    tasks = [(name, arch, macros) for name in names for macros in (None, *SIZES.get(name, ())) for arch in archs]
     if jobs == 1 or len(tasks) == 1:
-        return [compile_one(name, arch) for name, arch in tasks]
+        return [compile_one(*task) for task in tasks]
     # Spawned, not forked: the parent may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:

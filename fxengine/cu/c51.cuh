@@ -1,4 +1,4 @@
-// Pieces of dueling.cu and c51.cu. Lane l of a warp owns the atoms l, l + 32, ..., CHUNKS of them, of GROUP actions at
+// Pieces of dueling.cuh and c51.cu. Lane l of a warp owns the atoms l, l + 32, ..., CHUNKS of them, of GROUP actions at
 // a time; further actions go through the same code again. A graph runs a kernel's code once a step, cold: short code is
 // worth more than special cases.
 #pragma once
@@ -73,6 +73,16 @@ __device__ __forceinline__ void c51_load(float (&x)[GROUP][CHUNKS], const float*
     from += first * atoms;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g, from += atoms) c51_load(x[g], from, first + g < actions ? atoms : 0);
+}
+
+// Stores the lane's atoms of one row. `to` points to the lane's first.
+template <int CHUNKS>
+__device__ __forceinline__ void c51_store(float* to, const float (&x)[CHUNKS], int atoms) {
+    const int left = atoms - static_cast<int>(threadIdx.x & 31u);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (32 * c < left) to[32 * c] = x[c];
+    }
 }
 
 // v becomes the logits of all actions less their own advantages: v - mean_a adv. `x`: those of the first group.

@@ -8,13 +8,11 @@
 //   loss_partials[tile] = sum over the valid rows of the tile of -log p[b, label]; fx_sum divides by max(1, valid)
 //   correct_partials[tile] = number of valid rows whose argmax is the label (lowest index on ties, NaN never wins,
 //                         all NaN gives 0)
-//   y[i]                = relu(y[i] + wire w[i]^T), up to two layers that read the wire (finish.cuh)
 // Every output may be null; without labels all rows count as masked. A row is worked on by 2, 8 or 32 lanes, so a tile
-// has 128, 32 or 8 rows; by 32 where there are layers to finish. A lane keeps the first of its classes and reads the
-// others, if any, three times: any number of classes fits, and the second and third reads hit the first-level cache.
-// The number of lanes is known only to the launch and no loop is unrolled, because code that is run for the first time
-// costs more than its instructions.
-#include "finish.cuh"
+// has 128, 32 or 8 rows. A lane keeps the first of its classes and reads the others, if any, three times: any number of
+// classes fits, and the second and third reads hit the first-level cache. The number of lanes is known only to the
+// launch and no loop is unrolled, because code that is run for the first time costs more than its instructions.
+#include "fx.cuh"
 
 struct CrossEntropy {
     int first_tile;
@@ -35,12 +33,6 @@ struct CrossEntropy {
     int rows;
     int classes;
     int lanes;              // per row: 2, 8 or 32
-    float* y[2];            // [rows, hidden]
-    const float* w[2];      // [hidden, 1]
-    int ld_y[2];
-    int ld_w[2];
-    int hidden;
-    int layers;             // of y; 0 to 2
 };
 
 // Every block counts all labels for itself: that is cheaper than a launch that only counts, and the order of a sum of
@@ -80,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEnt
     __shared__ int hits[8];
     __shared__ int labelled[8];
     __shared__ CrossEntropy place;
-    FX_POOL(float, pool, FINISH_FLOATS);
     int tile;
     const CrossEntropy& record = fx_record(table, count, tile, place);
     const int thread = static_cast<int>(threadIdx.x), lanes = record.lanes, lane = thread & (lanes - 1);
@@ -89,21 +80,11 @@ extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEnt
     const int classes = live ? record.classes : 0;
     const float* logits = fx_global(record.logits);
     if (live) logits += static_cast<long long>(row) * record.ld_logits;
-    const int layers = record.layers, hidden = record.hidden;
-#pragma unroll 1
-    for (int i = 0; i < layers; ++i) {
-        finish_weights(pool + i * finish_floats(hidden, 1), record.w[i], record.ld_w[i], hidden, 1);
-    }
     fx_wait();
     fx_trigger();
     const int label = live && record.labels != nullptr ? fx_global(record.labels)[row] : -1;
     const float own_logit = lane < classes ? logits[lane] : -FX_INF;
     const float weight = record.dlogits != nullptr ? *fx_global(record.weight) : 0.0f;
-#pragma unroll 1
-    for (int i = 0; live && i < layers; ++i) {
-        const float* y = record.y[i] + static_cast<long long>(row) * record.ld_y[i];
-        finish_begin(pool + i * finish_floats(hidden, 1), y, hidden, 1);
-    }
     const int total = record.labels != nullptr ? count_valid(record, labelled) : 0;
     if (tile == 0 && thread == 0 && record.valid != nullptr) *fx_global(record.valid) = total;
     const bool valid = label >= 0 && label < classes;
@@ -145,14 +126,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_crossentropy(const CrossEnt
     if (record.wire != nullptr) {  // two classes, in the first two lanes
         float* out = fx_global(record.wire) + static_cast<long long>(row) * record.wire_stride;
         const float other = __shfl_xor_sync(0xffffffffu, own_exp, 1);
-        const float wire = __shfl_sync(0xffffffffu, (other - own_exp) * inverse, 0, lanes);
-        if (live && lane == 0) *out = wire;
-        if (layers > 0) finish_wait();
-#pragma unroll 1
-        for (int i = 0; live && i < layers; ++i) {
-            float* y = record.y[i] + static_cast<long long>(row) * record.ld_y[i];
-            finish_row(pool + i * finish_floats(hidden, 1), y, hidden, 1, &wire);
-        }
+        if (live && lane == 0) *out = (other - own_exp) * inverse;
     }
     if (const bool asked = record.probabilities != nullptr, trained = record.dlogits != nullptr; asked || trained) {
         float* probabilities = record.probabilities + static_cast<long long>(row) * record.ld_probabilities;

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fxengine.driver.errors import FxError
@@ -41,6 +42,15 @@ class KernelSource:
         if not path.is_absolute():
             path = KERNEL_FOLDER / path
         return cls.from_text(_read(path, f"kernel source {str(name)!r}"), path)
+
+    @classmethod
+    def defining(cls, name: str | Path, macros: Mapping[str, str]) -> KernelSource:
+        """The file `name` as `load` reads it, with macros defined before its first line and shown in its name."""
+        source = cls.load(name)
+        lines = "".join(f"#define {macro} {value}\n" for macro, value in macros.items())
+        shown = ",".join(f"{macro}={value}" for macro, value in macros.items()).replace(" ", "")
+        path = source.path.with_name(f"{source.path.stem}[{shown}]{source.path.suffix}")
+        return replace(source, path=path, text=f"{lines}#line 1\n{source.text}")
 
     @classmethod
     def from_text(cls, text: str, path: str | Path) -> KernelSource:

@@ -154,6 +154,11 @@ def _iqn(f: Mapping[str, Any]) -> float:
     return 2.0 * f["rows"] * (f["width"] * (f["features"] + f["outputs"]) + f.get("cosines", 0) * f["features"])
 
 
+def _heads(f: Mapping[str, Any]) -> float:
+    outputs = f["atoms"] * (f["value_depth"] + f["depth"] * f["actions"])
+    return 2.0 * f["rows"] * (outputs + 2 * f["bar_depth"])
+
+
 def _iqn_backward(f: Mapping[str, Any]) -> float:
     """phi again, the gradient of what it is mixed with, and where they are wanted the weights' gradients."""
     first, second = f["cosines"] * f["features"], f["features"] * f["width"]
@@ -180,6 +185,7 @@ PRODUCTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "LinearForward": _linear,
     "LinearDx": _linear_dx,
     "LinearDw": _linear,
+    "Heads": _heads,
     "IqnForward": _iqn,
     "IqnWarpgroup": _iqn,
     "IqnBackward": _iqn_backward,

@@ -25,7 +25,18 @@ from fxengine.driver import (
 )
 from fxengine.driver.errors import ClosedError
 from fxengine.graphs.fusion import Fusion, fused_kernel, fused_shared, fused_source
-from fxengine.graphs.program import MAPPED, ZEROED, Launch, Program, ProgramError, Storage, Tensor, Value, entries
+from fxengine.graphs.program import (
+    MAPPED,
+    ZEROED,
+    Family,
+    Launch,
+    Program,
+    ProgramError,
+    Storage,
+    Tensor,
+    Value,
+    entries,
+)
 from fxengine.graphs.schedule import Node, schedule
 from fxengine.graphs.stepgraph import StepGraph
 
@@ -233,7 +244,7 @@ class Plan:
                 self._buffers[storage.name].write(np.ascontiguousarray(storage.data).reshape(-1).view(np.uint8))
 
     def _bind(self, guard: bool) -> tuple[Step, ...]:
-        sources: list[str | KernelSource] = [p.family.source for node in self.nodes for p in node.parts]
+        sources: list[str | KernelSource] = [_source(p.family) for node in self.nodes for p in node.parts]
         sources += [fused_source(node.parts) for node in self.nodes if len(node.parts) > 1]
         self.device.compile_all(sources)
         bound = [self._kernel(node) for node in self.nodes]
@@ -266,7 +277,7 @@ class Plan:
         tables: list[NDArray[Any]] = []
         blocks = 0
         for part in node.parts:
-            module = self.device.module(part.family.source)
+            module = self.device.module(_source(part.family))
             table, blocks = self._table(part.records, module.struct(part.family.struct), blocks)
             tables.append(table)
         if not tables:
@@ -274,7 +285,7 @@ class Plan:
         if len(tables) > 1:
             return fused_kernel(self.device, node.parts), tables, blocks
         family = node.parts[0].family
-        return self.device.module(family.source).kernel(family.kernel), tables, blocks
+        return self.device.module(_source(family)).kernel(family.kernel), tables, blocks
 
     def _table(self, records: Sequence[Launch], struct: np.dtype[Any], blocks: int) -> tuple[NDArray[Any], int]:
         """Records as the kernel reads them, from block number `blocks` on; and the number of the block after them."""
@@ -339,6 +350,10 @@ class Plan:
 def capture_sequence(plans: Sequence[Plan], *, stream: Stream) -> StepGraph:
     """Capture programs as one graph, each behind all of the one before it. The plans must stay open."""
     return _capture_all([(plan, range(len(plan.nodes))) for plan in plans], stream)
+
+
+def _source(family: Family) -> str | KernelSource:
+    return KernelSource.defining(family.source, dict(family.defines)) if family.defines else family.source
 
 
 def _capture_all(parts: Sequence[tuple[Plan, Sequence[int]]], stream: Stream) -> StepGraph:

@@ -173,6 +173,7 @@ class Family:
         gradients: fields of the record whose tensors are gradients of parameters, if the kernel can report their sum of
             squares in parts: to the record's field `squares`, float64 [squares(fields)].
         squares: number of these parts, from the fields of a record.
+        defines: macros to compile the source with: sizes that all records of the family have.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Family:
     whole: bool = False
     gradients: tuple[str, ...] = ()
     squares: Callable[[Mapping[str, Any]], int] | None = None
+    defines: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fxengine.config import StepConfig
 from fxengine.graphs import Tensor
 from fxengine.nets.builder import StepBuilder
@@ -29,6 +31,10 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
         step.group("decoders", specs)
 
 
-def forward(p: Pass, config: StepConfig, h2: Tensor) -> dict[str, Tensor]:
-    """Outputs of the heads by name: rec [B, S], pred [B, H2], ens [B, Ens·n_0]."""
-    return {name: p.linear(h2, name, input_scale=p.step.signal(f"w_{name}"), name=name) for name in widths(config)}
+def forward(p: Pass, config: StepConfig, h2: Tensor, heads: Collection[str] = HEADS) -> dict[str, Tensor]:
+    """Outputs of those of the heads that exist, by name: rec [B, S], pred [B, H2], ens [B, Ens·n_0]."""
+    return {
+        name: p.linear(h2, name, input_scale=p.step.signal(f"w_{name}"), name=name)
+        for name in widths(config)
+        if name in heads
+    }

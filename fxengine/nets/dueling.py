@@ -6,7 +6,7 @@ values, without a gradient, and every later branch an embedding of the order flo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,13 @@ from fxengine.config import StepConfig
 from fxengine.graphs import Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.passes import Pass
-from fxengine.ops import crossentropy, dueling, finish
+from fxengine.ops import dueling, heads
 from fxengine.ops.dueling import Heads
-from fxengine.ops.finish import Unfinished
+from fxengine.ops.heads import Wire
 from fxengine.train.groups import linear_specs
+
+#: Branches whose last input columns, of the wire and of the policy, come late.
+_LATE = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,22 @@ class BranchedHeads:
     """Outputs of the heads in one pass.
 
     Attributes:
-        heads: value and advantage outputs, q [B, Σn_d] and log-normalisers.
+        q: [B, Σn_d].
+        branches: actions n_d of each branch.
+        outputs: value and advantage outputs, q and log-normalisers; None where only q and best were asked for.
         best: int32 [B, D] greedy actions; None unless asked for.
     """
 
-    heads: Heads
+    q: Tensor
+    branches: tuple[int, ...]
+    outputs: Heads | None
     best: Tensor | None
+
+    @property
+    def heads(self) -> Heads:
+        """What the losses read."""
+        assert self.outputs is not None
+        return self.outputs
 
     @property
     def v(self) -> Tensor:
@@ -39,10 +52,15 @@ class BranchedHeads:
         assert self.heads.v is not None
         return self.heads.v
 
-    def q(self, branch: int) -> Tensor:
+    def branch(self, d: int) -> Tensor:
         """q of one branch [B, n_d], a view."""
-        first = self.heads.offsets[branch]
-        return self.heads.q.columns(first, first + self.heads.sizes[branch])
+        return _columns(self.q, self.branches, d)
+
+
+def _columns(matrix: Tensor, branches: Sequence[int], d: int) -> Tensor:
+    """The columns of a branch in a matrix over all actions."""
+    first = sum(branches[:d])
+    return matrix.columns(first, first + branches[d])
 
 
 def extra_columns(config: StepConfig, branch: int) -> int:
@@ -68,24 +86,17 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
     step.group("branches", branches, target=True)
 
 
-def _siblings(p: Pass, config: StepConfig) -> int:
-    """First layers of the heads, of all passes of the step: they run side by side."""
-    return (1 + len(config.branches)) * (3 if p.step.train else 1)
-
-
-def begin(p: Pass, config: StepConfig, h2: Tensor) -> dict[int, Unfinished]:
-    """First layers of branches 0 and 1 as far as h2 [B, H2] makes them, by branch.
-
-    The wire and the policy come late: the launches that make them finish these layers, instead of one more launch each.
-    Left out are layers without such columns, and those that are too large for it.
-    """
-    layers = {0: crossentropy.LAYERS, 1: 1}  # that one record finishes
-    extra = {d: extra_columns(config, d) for d in layers if d < len(config.branches)}
-    return {
-        d: p.begin_linear(h2, f"b{d}fc", siblings=_siblings(p, config), name=f"b{d}fc")
-        for d, columns in extra.items()
-        if columns and finish.fits(config.adv_h, columns, layers[d])
-    }
+def fuses(step: StepBuilder, config: StepConfig) -> bool:
+    """Whether a launch can make a branch from its hidden layer on (`forward`)."""
+    program = step.program
+    return all(
+        heads.fits(
+            program.target,
+            program.precision,
+            heads.Sizes(config.adv_h, config.value_h, config.atoms, n, extra_columns(config, d) if d in _LATE else 0),
+        )
+        for d, n in enumerate(config.branches)
+    )
 
 
 def forward(
@@ -93,10 +104,10 @@ def forward(
     config: StepConfig,
     h2: Tensor,
     *,
-    wire: Tensor | None,
+    wire: Tensor | Wire | None,
     ofi: Tensor | None,
-    begun: Mapping[int, Unfinished] | None = None,
     greedy: bool = False,
+    fused: bool = False,
 ) -> BranchedHeads:
     """All heads.
 
@@ -104,39 +115,107 @@ def forward(
         p: the pass.
         config: sizes.
         h2: [B, H2].
-        wire: [B, 1]; None without auxiliary nets.
+        wire: [B, 1], or fused what it is to be made of; None without auxiliary nets.
         ofi: order flow [B, O], or None.
-        begun: from `begin`; branch 0 of it is finished by who makes the wire. None: every first layer is one product.
-        greedy: give the greedy actions too.
+        greedy: give the greedy actions too; fused, they and q are all there is.
+        fused: what follows the hidden layer of a branch is one launch (`fuses`).
     """
-    begun = begun or {}
-    rows, total = h2.shape[0], sum(config.branches)
-    siblings = _siblings(p, config)
+    flow = p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None
+    if fused:
+        assert not isinstance(wire, Tensor)
+        return _fused(p, config, h2, wire, flow, greedy)
+    assert not isinstance(wire, Wire)
+    return _layer_by_layer(p, config, h2, wire, flow, greedy)
+
+
+def _layer_by_layer(
+    p: Pass, config: StepConfig, h2: Tensor, wire: Tensor | None, flow: Tensor | None, greedy: bool
+) -> BranchedHeads:
+    rows, sizes, siblings = h2.shape[0], config.branches, _siblings(p, config)
     hidden = p.linear(h2, "v1", activation="relu", siblings=siblings, name="v1")
     v = p.linear(hidden, "v2", name="v2")
-    q, lse = p.tensor("q", rows, total), p.tensor("lse", rows, total)
-    best = p.tensor("best", rows, len(config.branches), dtype=np.int32) if greedy else None
-    policy = p.tensor("policy", rows, config.branches[0]) if len(config.branches) > 1 else None
-    flow = p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None
-
-    adv, first = [], 0
-    for d, n in enumerate(config.branches):
+    q, lse = p.tensor("q", rows, sum(sizes)), p.tensor("lse", rows, sum(sizes))
+    best = p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None
+    policy = p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None
+    adv = []
+    for d in range(len(sizes)):
         beside = wire if d == 0 else policy if d == 1 else flow
-        x, y = h2 if beside is None else (h2, beside), begun[d].y if d in begun else None
-        hidden = p.linear(x, f"b{d}fc", activation="relu", y=y, siblings=siblings, name=f"b{d}fc")
+        x = h2 if beside is None else (h2, beside)
+        hidden = p.linear(x, f"b{d}fc", activation="relu", siblings=siblings, name=f"b{d}fc")
         adv.append(p.linear(hidden, f"b{d}out", name=f"b{d}out"))
         dueling.forward(
             p.program,
             v,
             adv[d],
-            q.columns(first, first + n),
-            lse=lse.columns(first, first + n),
+            _columns(q, sizes, d),
+            lse=_columns(lse, sizes, d),
             policy=policy if d == 0 else None,
             best=best.columns(d, d + 1) if best else None,
-            finishes=begun.get(1) if d == 0 else None,
             v_min=config.v_min,
             v_max=config.v_max,
             label=f"q{d}{p.suffix}",
         )
-        first += n
-    return BranchedHeads(Heads(v, tuple(adv), q, lse), best)
+    return BranchedHeads(q, sizes, Heads(v, tuple(adv), q, lse), best)
+
+
+def _fused(
+    p: Pass, config: StepConfig, h2: Tensor, wire: Wire | None, flow: Tensor | None, greedy: bool
+) -> BranchedHeads:
+    """The wire and the policy come late: who reads them finishes its hidden layer."""
+    rows, sizes, siblings = h2.shape[0], config.branches, _siblings(p, config)
+    value_hidden = p.linear(h2, "v1", activation="relu", siblings=siblings, name="v1")
+    q = p.tensor("q", rows, sum(sizes))
+    best = p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None
+    policy = p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None
+    v = lse = None
+    if not greedy:
+        v = p.linear(value_hidden, "v2", y=p.tensor("v2", rows, config.atoms), name="v2")
+        lse = p.tensor("lse", rows, sum(sizes))
+    outputs = []
+    for d, n in enumerate(sizes):
+        y = late = None
+        beside: Wire | Tensor | None = None
+        x: Tensor | None = flow if d not in _LATE else None
+        if d in _LATE and extra_columns(config, d):
+            y, late = p.begin_linear(h2, f"b{d}fc", siblings=siblings, name=f"b{d}fc")
+            beside = wire if d == 0 else policy
+            x = beside.wire if isinstance(beside, Wire) else beside
+        hidden = p.linear(
+            h2 if x is None else (h2, x), f"b{d}fc", activation="relu", y=y, siblings=siblings, name=f"b{d}fc"
+        )
+        adv = None
+        if not greedy:
+            adv = p.linear(hidden, f"b{d}out", y=p.tensor(f"b{d}out", rows, n * config.atoms), name=f"b{d}out")
+            outputs.append(adv)
+        heads.forward(
+            p.program,
+            heads.Value(value_hidden, p.weight("w_v2"), p.weight("b_v2"), v if d == 0 else None),
+            heads.Branch(
+                hidden,
+                p.weight(f"w_b{d}out"),
+                p.weight(f"b_b{d}out"),
+                _columns(q, sizes, d),
+                late=late,
+                adv=adv,
+                lse=_columns(lse, sizes, d) if lse else None,
+                policy=policy if d == 0 else None,
+                best=best.columns(d, d + 1) if best else None,
+            ),
+            beside=beside,
+            keep=p.trained,
+            v_min=config.v_min,
+            v_max=config.v_max,
+            siblings=_passes(p) * max(1, len(sizes) - 1),
+            label=f"q{d}{p.suffix}",
+        )
+    return BranchedHeads(q, sizes, Heads(v, tuple(outputs), q, lse) if lse else None, best)
+
+
+def _passes(p: Pass) -> int:
+    """Passes of the step that run side by side."""
+    return 3 if p.step.train else 1
+
+
+def _siblings(p: Pass, config: StepConfig) -> int:
+    """First layers of the heads that run side by side."""
+    return (1 + len(config.branches)) * _passes(p)

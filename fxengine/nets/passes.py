@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fxengine.graphs import Program, ProgramError, Tensor
+from fxengine.graphs import Program, Tensor
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.tape import Tape
 from fxengine.ops import linear
-from fxengine.ops.finish import Unfinished
 from fxengine.ops.linear import Activation
 
 
@@ -68,9 +67,7 @@ class Pass:
         siblings: int | None = None,
         name: str,
     ) -> Tensor:
-        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, the layer is one of `begin_linear`."""
-        if y is not None and activation != "relu":
-            raise ProgramError(f"layer '{name}' was begun as a ReLU layer; it cannot have activation={activation!r}")
+        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, other records make the layer."""
         w, b = f"w_{layer}", f"b_{layer}" if bias else None
         full = name + self.suffix
         if self.trained:
@@ -103,14 +100,14 @@ class Pass:
         )
         return y
 
-    def begin_linear(self, x: Tensor, layer: str, *, siblings: int | None = None, name: str) -> Unfinished:
-        """A ReLU layer's product with the first columns of its input, x, for who makes the others to finish.
+    def begin_linear(self, x: Tensor, layer: str, *, siblings: int | None = None, name: str) -> tuple[Tensor, Tensor]:
+        """A layer's product with the first columns of its input, x, and the bias; no activation.
 
-        `linear(..., y=<its y>)` then stands for the whole layer.
+        Returns it and the weights of the other columns. Who makes those finishes it, in place, and
+        `linear(..., y=<the product>)` then stands for the whole layer.
         """
         weight, known = self.weight(f"w_{layer}"), x.shape[1]
         y = self.tensor(name, x.shape[0], weight.shape[0])
-        first, last = weight.columns(0, known), weight.columns(known, weight.shape[1])
         bias, label = self.weight(f"b_{layer}"), f"{name}{self.suffix}.fwd"
-        linear.forward(self.program, x, first, bias, y, siblings=siblings, label=label)
-        return Unfinished(y, last)
+        linear.forward(self.program, x, weight.columns(0, known), bias, y, siblings=siblings, label=label)
+        return y, weight.columns(known, weight.shape[1])

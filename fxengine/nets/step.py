@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from fxengine.nets.tape import Gradients
 from fxengine.ops import c51, gate
 from fxengine.ops import decoders as decoder_losses
 from fxengine.ops import iqn as iqn_losses
-from fxengine.ops.finish import Unfinished
+from fxengine.ops.heads import Wire
 from fxengine.ops.rows import mask_rows
 
 #: Philox streams of the quantile fractions.
@@ -62,22 +62,20 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
     target = Pass(step, ".target", target=True)
 
     # §2 at s: attention, trunk, auxiliary nets, heads
+    fused = dueling.fuses(step, config)
     here = trunk.forward(at_s, config, attention.forward(at_s, config, batch.state))
-    begun = dueling.begin(at_s, config, here.h2)
-    wire = _auxiliary_losses(step, config, at_s, here.h1, begun) if config.aux_h else None
-    heads = dueling.forward(at_s, config, here.h2, wire=wire, ofi=batch.ofi, begun=begun)
-    decoded = decoders.forward(at_s, config, here.h2)
+    bars, wire = _wire(at_s, config, here.h1, fused)
+    heads = dueling.forward(at_s, config, here.h2, wire=wire, ofi=batch.ofi, fused=fused)
+    if bars is not None:
+        _auxiliary_losses(step, config, bars)
+    ensemble = decoders.forward(at_s, config, here.h2, ("ens",))
 
     # §2 at s': greedy actions of the online networks, values of the target networks, the same wire for both
     there = trunk.forward(after, config, attention.forward(after, config, batch.next_state, live=batch.discount))
     goal = trunk.forward(target, config, attention.forward(target, config, batch.next_state, live=batch.discount))
-    begun, goals = dueling.begin(after, config, there.h2), dueling.begin(target, config, goal.h2)
-    next_wire = None
-    if config.aux_h:
-        next_bar = aux.forward(after, there.h1, regime=False).next_bar
-        next_wire = aux.wire(after, next_bar, finishes=_reads_wire(begun, goals))
-    choice = dueling.forward(after, config, there.h2, wire=next_wire, ofi=batch.next_ofi, begun=begun, greedy=True)
-    values = dueling.forward(target, config, goal.h2, wire=next_wire, ofi=batch.next_ofi, begun=goals)
+    _, wire = _wire(after, config, there.h1, fused)
+    choice = dueling.forward(after, config, there.h2, wire=wire, ofi=batch.next_ofi, greedy=True, fused=fused)
+    values = dueling.forward(target, config, goal.h2, wire=wire, ofi=batch.next_ofi, fused=fused)
     assert choice.best is not None
 
     # §2 reward, §3 losses
@@ -91,17 +89,21 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
         )  # fmt: skip
     transition = c51.Transition(batch.actions, choice.best, reward, batch.discount, batch.weight)
     theta = _quantile_losses(step, config, at_s, target, here.h2, goal.h2, transition) if config.iqn_quantiles else None
+    # Behind the quantile networks, so that backward they come before: their part of h2's gradient is there early.
+    decoded = {**decoders.forward(at_s, config, here.h2, ("rec", "pred")), **ensemble}
     _head_losses(step, config, heads, values, transition, theta)
     _decoder_losses(step, config, decoded, batch, goal.h2, values, transition, live)
     if config.iql_h:
-        iql.losses(at_s, config, batch.state, heads.heads.q, batch.actions)
+        iql.losses(at_s, config, batch.state, heads.q, batch.actions)
 
     if step.train:
         _decomposition(step, config, heads, values, transition, theta, decoded)
 
     # §4 the gate, before the backward reads alpha_grad
     if config.aux_h and step.train:
-        gate.produce(step.program, step.outputs["nb_logits"], step.inputs["nb_label"], heads.q(0), signal=step.signal)
+        gate.produce(
+            step.program, step.outputs["nb_logits"], step.inputs["nb_label"], heads.branch(0), signal=step.signal
+        )
         step.mirror(gate.GATE_STATE)
     if config.iqn_quantiles:
         step.mirror(gate.READINESS_STATE)
@@ -118,8 +120,8 @@ def acting_values(step: StepBuilder, config: StepConfig, state: Tensor, ofi: Ten
         _declare_groups(step, config)
     p = Pass(step, f".{state.name}")
     here = trunk.forward(p, config, attention.forward(p, config, state))
-    wire = aux.wire(p, aux.forward(p, here.h1, regime=False).next_bar) if config.aux_h else None
-    return dueling.forward(p, config, here.h2, wire=wire, ofi=ofi).heads.q
+    wire = aux.wire(p, aux.forward(p, here.h1, regime=False)) if config.aux_h else None
+    return dueling.forward(p, config, here.h2, wire=wire, ofi=ofi).q
 
 
 def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
@@ -127,25 +129,34 @@ def _auxiliary_step(step: StepBuilder, config: StepConfig) -> None:
     aux.declare(step, config)
     h1 = fixed_features(step, step.input("state", (config.batch, config.state)), config.h1)
     step.output("h1", h1)
-    _auxiliary_losses(step, config, Pass(step, trained=step.train), h1, {})
+    p = Pass(step, trained=step.train)
+    bars = aux.forward(p, h1, regime=bool(config.regimes))
+    _auxiliary_losses(step, config, bars)
+    step.output("wire", aux.wire(p, bars))
 
 
-def _auxiliary_losses(
-    step: StepBuilder, config: StepConfig, p: Pass, h1: Tensor, begun: Mapping[int, Unfinished]
-) -> Tensor:
-    """Auxiliary nets on h1, their losses; returns the wire [B, 1], from which branch 0 of what is begun is finished."""
+def _wire(p: Pass, config: StepConfig, h1: Tensor, fused: bool) -> tuple[aux.AuxHeads | None, Tensor | Wire | None]:
+    """The auxiliary nets at s or s' and the wire, which fused is made by the heads; at s it is an output."""
+    if not config.aux_h:
+        return None, None
+    at_s = not p.suffix
+    bars = aux.forward(p, h1, regime=at_s and bool(config.regimes), late=fused, wanted=at_s)
+    wire = aux.late_wire(p, bars) if fused else aux.wire(p, bars)
+    made = wire.wire if isinstance(wire, Wire) else wire
+    if at_s and made is not None:
+        p.step.output("wire", made)
+    return bars, wire
+
+
+def _auxiliary_losses(step: StepBuilder, config: StepConfig, bars: aux.AuxHeads) -> None:
+    """L_nb and L_regime."""
     next_bar = step.input("nb_label", (config.batch,), np.int32)
     regime = step.input("regime_label", (config.batch,), np.int32) if config.regimes else None
-    heads = aux.forward(p, h1, regime=bool(config.regimes))
-    step.output("nb_logits", heads.next_bar)
-    if heads.regime is not None:
-        step.output("regime_logits", heads.regime)
-    wire = aux.losses(step, heads, next_bar, regime, gated=bool(config.branches), finishes=_reads_wire(begun))
-    return step.output("wire", wire)
-
-
-def _reads_wire(*begun: Mapping[int, Unfinished]) -> list[Unfinished]:
-    return [layers[0] for layers in begun if 0 in layers]
+    assert bars.next_bar is not None
+    step.output("nb_logits", bars.next_bar)
+    if bars.regime is not None:
+        step.output("regime_logits", bars.regime)
+    aux.losses(step, bars, next_bar, regime)
 
 
 def _declare_groups(step: StepBuilder, config: StepConfig) -> None:
@@ -279,7 +290,7 @@ def _decoder_losses(
                 heads=config.ens,
                 action=transition.actions.columns(0, 1),
                 best=transition.best.columns(0, 1),
-                value=values.q(0),
+                value=values.branch(0),
                 reward=transition.reward,
                 discount=transition.discount,
                 weight=transition.weight,
@@ -342,8 +353,8 @@ def _outputs(
     """Names under which the host reads what the step computed at s and s'."""
     step.output("h1", here.h1)
     step.output("h2", here.h2)
-    step.output("q", heads.heads.q)
-    step.output("q_next", choice.heads.q)
-    step.output("q_target", values.heads.q)
+    step.output("q", heads.q)
+    step.output("q_next", choice.q)
+    step.output("q_target", values.q)
     if choice.best is not None:
         step.output("best", choice.best)

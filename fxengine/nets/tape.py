@@ -10,13 +10,12 @@ gets no buffer and no kernel argument. That is how a stop-gradient is built here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import crossentropy, linear
-from fxengine.ops.finish import Unfinished
 from fxengine.ops.linear import Activation
 from fxengine.ops.reduce import sum_partials
 from fxengine.train.groups import ParamGroups
@@ -287,14 +286,11 @@ class Tape:
         weight: Tensor,
         loss: str,
         accuracy: str | None = None,
-        wire: Tensor | None = None,
-        finishes: Sequence[Unfinished] = (),
         name: str,
     ) -> None:
         """Mean cross-entropy over the valid rows (label in [0, classes)), times the signal `weight` in the gradient.
 
-        Reports the unweighted loss and the share of right rows under the given names; writes p_up - p_down to `wire`
-        and finishes the layers that read it.
+        Reports the unweighted loss and the share of right rows under the given names.
         """
         partials = crossentropy.crossentropy(
             self.program,
@@ -302,8 +298,6 @@ class Tape:
             labels,
             weight=weight,
             dlogits=self.training.output(logits) if self.tracked(logits) else None,
-            wire=wire,
-            finishes=finishes,
             name=name,
         )
         assert partials is not None  # labels were given

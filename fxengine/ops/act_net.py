@@ -157,7 +157,7 @@ class _Folding:
 
     def _wire(self, record: Launch) -> None:
         f = record.fields
-        if f["classes"] != 2 or any(f[name] != 0 for name in ("labels", "dlogits", "probabilities", "layers")):
+        if f["classes"] != 2 or any(f[name] != 0 for name in ("labels", "dlogits", "probabilities")):
             raise Declined(f"'{record.label}' is more than a wire")
         x, y = self._at(_tensor(record, "logits")), self._place(_tensor(record, "wire"))
         self._add(WIRE, {"x": x.start, "y": y.start}, [x], y)
@@ -165,10 +165,8 @@ class _Folding:
     def _dueling(self, record: Launch) -> None:
         f = record.fields
         n, atoms = int(_number(record, "actions")), int(_number(record, "atoms"))
-        if f["best"] != 0 or f["hidden"] != 0 or atoms > _MAX_ATOMS:
-            raise Declined(
-                f"'{record.label}' gives greedy actions, finishes a layer, or has more than {_MAX_ATOMS} atoms"
-            )
+        if f["best"] != 0 or atoms > _MAX_ATOMS:
+            raise Declined(f"'{record.label}' gives greedy actions, or has more than {_MAX_ATOMS} atoms")
         adv = self._at(_tensor(record, "adv"))
         v = self._at(f["v"]) if isinstance(f["v"], Tensor) else None
         q = self._place(_tensor(record, "q"))

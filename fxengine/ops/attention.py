@@ -307,13 +307,14 @@ def backward_weights(
     rows = saved.q.shape[0]
     tokens = state.reshape(rows, state.size // rows)
     dtokens = dx.reshape(rows, dx.size // rows)
-    for name, dy, x, dw in (
+    products = (
         ("w_q", dq, tokens, dw_q),
         ("w_k", dk, tokens, dw_k),
         ("w_val", dv, tokens, dw_val),
         ("w_o", dtokens, saved.o, dw_o),
-    ):
-        linear.backward_dw(program, dy, x, dw, accumulate=accumulate, label=f"{label}.{name}")
+    )
+    for name, dy, x, dw in products:  # the last ones of a backward: nothing else shares the device with them
+        linear.backward_dw(program, dy, x, dw, accumulate=accumulate, siblings=len(products), label=f"{label}.{name}")
 
 
 # -- references ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ row's logits hold. Loss and gradient are divided by max(1, valid rows).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.ops import finish
 from fxengine.ops.checks import require
-from fxengine.ops.finish import Unfinished
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["rows"]) // (256 // int(fields["lanes"])))
 
 
-CROSSENTROPY = Family("crossentropy", "crossentropy.cu", "fx_crossentropy", "CrossEntropy", tiles=_tiles, early=("w",))
-
-#: Layers that a record can finish (array fields of struct CrossEntropy).
-LAYERS = 2
+CROSSENTROPY = Family("crossentropy", "crossentropy.cu", "fx_crossentropy", "CrossEntropy", tiles=_tiles)
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ def crossentropy(
     dlogits: Tensor | None = None,
     probabilities: Tensor | None = None,
     wire: Tensor | None = None,
-    finishes: Sequence[Unfinished] = (),
     name: str,
 ) -> Partials | None:
     """Append softmax, cross-entropy and its gradient; every output is optional and overwritten.
@@ -66,7 +60,6 @@ def crossentropy(
         dlogits: float32 [B, C] = weight (p - onehot) / max(1, valid), exact 0 in masked rows and for weight 0.
         probabilities: float32 [B, C], of every row.
         wire: float32 [B] or a column [B, 1] = p[1] - p[0], two classes only, of every row.
-        finishes: up to `LAYERS` layers of one width whose last input column is the wire; need `wire`.
         name: label of the record; begins the names of the tensors declared here: `<name>.valid`,
             `<name>.loss_partials`, `<name>.correct_partials`.
 
@@ -90,10 +83,7 @@ def crossentropy(
         )
     if dlogits and (weight is None or labels is None):
         raise ValueError(f"'{name}': dlogits needs labels and a weight")
-    if finishes and wire is None:
-        raise ValueError(f"'{name}': layers are to be finished from the wire; pass wire as well")
-    hidden = finish.check(finishes, rows, 1, LAYERS, name)
-    lanes = 256 // finish.ROWS if finishes else _lanes(classes)
+    lanes = _lanes(classes)
     partials = None
     if labels is not None:
         tiles = _tiles({"rows": rows, "lanes": lanes})
@@ -121,19 +111,12 @@ def crossentropy(
             "rows": rows,
             "classes": classes,
             "lanes": lanes,
-            "y": [layer.y for layer in finishes],
-            "w": [layer.w for layer in finishes],
-            "ld_y": [layer.y.ld for layer in finishes],
-            "ld_w": [layer.w.ld for layer in finishes],
-            "hidden": hidden,
-            "layers": len(finishes),
         },
-        reads=[logits, labels, weight, *(t for layer in finishes for t in (layer.y, layer.w))],
+        reads=[logits, labels, weight],
         writes=[
             dlogits,
             probabilities,
             wire,
-            *(layer.y for layer in finishes),
             *((partials.losses, partials.correct, partials.valid) if partials else ()),
         ],
         label=name,

@@ -21,19 +21,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, ProgramError, Tensor
-from fxengine.ops import finish
 from fxengine.ops.checks import matrix, require
-from fxengine.ops.finish import Unfinished
 
 #: Most atoms that the kernels hold in the registers of a warp.
 MAX_ATOMS = 256
 
 
+_ROWS = 8  # of a tile
+
+
 def _tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["rows"]) // finish.ROWS)
+    return -(-int(fields["rows"]) // _ROWS)
 
 
-DUELING = Family("dueling", "dueling.cu", "fx_dueling", "Dueling", tiles=_tiles, early=("y", "w"))
+DUELING = Family("dueling", "dueling.cu", "fx_dueling", "Dueling", tiles=_tiles)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,6 @@ def forward(
     lse: Tensor | None = None,
     policy: Tensor | None = None,
     best: Tensor | None = None,
-    finishes: Unfinished | None = None,
     label: str,
 ) -> None:
     """Append: logits = v + adv - mean_a adv, p = softmax over atoms, q = sum_k z_k p. Results overwrite.
@@ -97,11 +97,10 @@ def forward(
         lse: float32 [B, n], the logarithm of each softmax's denominator: log p = logits - lse. The losses need it.
         policy: float32 [B, n] = softmax of q over the actions.
         best: int32 [B] or a column [B, 1], argmax of q: the lowest index on ties, NaN never wins, all NaN gives 0.
-        finishes: a layer whose last input columns are the policy; needs `policy`.
         label: shown in tables.
 
     Raises:
-        ProgramError: a shape or dtype does not match, or v_min and v_max are no range, or the layer is too large.
+        ProgramError: a shape or dtype does not match, or v_min and v_max are no range.
     """
     rows, columns = matrix(adv, "adv", label)
     if v is None:
@@ -120,10 +119,6 @@ def forward(
     require(lse, np.float32, (rows, n), "lse", label)
     require(policy, np.float32, (rows, n), "policy", label)
     require(best, np.int32, (rows, 1) if best and len(best.shape) == 2 else (rows,), "best", label)
-    if finishes and policy is None:
-        raise ProgramError(f"'{label}': a layer is to be finished from the policy; pass policy as well")
-    hidden = finish.check([finishes] if finishes else [], rows, n, 1, label)
-    y, w = (finishes.y, finishes.w) if finishes else (None, None)
     program.launch(
         DUELING,
         {
@@ -144,14 +139,9 @@ def forward(
             "atoms": atoms,
             "v_min": v_min,
             "spacing": size,
-            "y": y or 0,
-            "w": w or 0,
-            "ld_y": y.ld if y else 0,
-            "ld_w": w.ld if w else 0,
-            "hidden": hidden,
         },
-        reads=[v, adv, y, w],
-        writes=[q, lse, policy, best, y],
+        reads=[v, adv],
+        writes=[q, lse, policy, best],
         label=label,
     )
 

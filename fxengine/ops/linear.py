@@ -255,6 +255,7 @@ def backward_dw(
     precision: str | None = None,
     tile: str | None = None,
     slices: int | None = None,
+    siblings: int | None = None,
 ) -> Launch:
     """Append dw = dyᵀ x and db = sum over the rows of dy, or += both.
 
@@ -272,6 +273,7 @@ def backward_dw(
         precision: of the product, if not the program's.
         tile: a key of `DW[program.precision]` (default: `choose_dw`).
         slices: number of slices (default: `choose_dw`).
+        siblings: number of such products that share the device, if it is known.
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -286,7 +288,7 @@ def backward_dw(
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
     fixed = _tile(label, program.target, DW, mode, tile)
-    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode)
+    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode, siblings=siblings)
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")

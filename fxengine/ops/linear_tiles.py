@@ -193,11 +193,12 @@ def choose_dw(
     tile: str | None = None,
     *,
     precision: str = "fp32",
+    siblings: int | None = None,
 ) -> tuple[str, int]:
     """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
 
-    Weight gradients share launches, so each is given a sixteenth of the device, which favours tiles that waste no work
-    over tiles that finish soon.
+    Weight gradients share launches, so where `siblings` does not say how many do, each is given a sixteenth of the
+    device, which favours tiles that waste no work over tiles that finish soon.
     """
     tiles = served(target, precision, "dw") if tile is None else {tile: TILES[precision][tile]}
     slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
@@ -210,7 +211,7 @@ def choose_dw(
 
     def cost(choice: tuple[str, int]) -> float:
         name, slices = choice
-        clocks, share = _clocks(precision, "dw")[name], _SIBLINGS["dw"]
+        clocks, share = _clocks(precision, "dw")[name], siblings or _SIBLINGS["dw"]
         return _cost(target, tiles[name], clocks, rows, columns, depth, slices=slices, share=share)
 
     return min(possible, key=cost)

@@ -48,6 +48,18 @@ def test_second_compile_comes_from_the_cache(monkeypatch: pytest.MonkeyPatch):
     assert compile_cubin(_source(KERNELS), "sm_90") == first
 
 
+def test_macros_make_a_source_of_its_own(tmp_path: Path):
+    """With a name and a cubin of its own; errors still tell lines of the file."""
+    path = tmp_path / "a.cu"
+    path.write_text('extern "C" __global__ void fx_a(int* x) {\n    *x = VALUE;\n}\n')
+    sources = [KernelSource.defining(path, {"VALUE": value, "OTHER": "1, 2"}) for value in ("1", "2", "nothing")]
+    assert sources[0].name == "a[VALUE=1,OTHER=1,2].cu"
+    assert len({source.name for source in sources}) == 3
+    assert compile_cubin(sources[0], "sm_90") != compile_cubin(sources[1], "sm_90")
+    with pytest.raises(CompileError, match=r"\(2\): error: identifier \"nothing\" is undefined"):
+        compile_cubin(sources[2], "sm_90")
+
+
 def test_cache_key_covers_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = '#include "own.cuh"\nextern "C" __global__ void fx_a(int* x) { *x = VALUE; }\n'
     (tmp_path / "own.cuh").write_text("#define VALUE 1\n")

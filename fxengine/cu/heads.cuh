@@ -1,0 +1,487 @@
+// One branch of the C51 heads, forward, from its hidden layer to q: the output layers and what dueling.cuh does.
+//   z      = the wire, p_up - p_down, p = softmax of bar_hidden bar_w^T + bar_b;  or the policy of another branch
+//   hidden = relu(hidden + z late^T), in float32, where the layer's last columns come late, else as it is
+//   v      = value_hidden value_w^T + value_b
+//   adv    = hidden w^T + b
+//   q, lse, policy, best of v and adv (dueling.cuh)
+// Everything is overwritten, hidden only where it is kept; results other than q may be null.
+//
+// A block of 16 warps works on 16, 32 or 64 rows. The rows lie in shared memory, the weights in registers: of the
+// products a warp owns 16 columns at a time, and has those for its first ones before fx_wait (Family.early). Before and
+// behind the products it owns rows. What the launch takes is the chain of a thread's instructions, so sizes may be
+// compiled in (HEADS_SIZES, ops/heads.py), and nothing is done twice.
+#pragma once
+#include "copy_async.cuh"
+#include "dueling.cuh"
+#include "linear_fragments.cuh"
+
+constexpr int heads_warps = 16;
+constexpr int heads_depth = 128;  // k that a warp multiplies by at once
+constexpr int heads_most = 64;    // rows of a block
+
+struct Heads {
+    int first_tile;
+    int tiles;
+    const float* value_hidden;  // [rows, value_depth]
+    const float* value_w;       // [atoms, value_depth]
+    const float* value_b;       // [atoms]
+    float* v;                   // [rows, atoms] or null
+    float* hidden;              // [rows, depth]
+    const float* late;          // [depth, columns] or null: the layer is whole
+    const float* others;        // [rows, columns], the policy, or null
+    const float* bar_hidden;    // [rows, bar_depth] or null
+    const float* bar_w;         // [2, bar_depth]
+    const float* bar_b;         // [2]
+    float* bar_logits;          // [rows, 2] or null
+    float* wire;                // [rows], wire_stride apart, or null
+    const float* w;             // [actions * atoms, depth]
+    const float* b;             // [actions * atoms]
+    float* adv;                 // [rows, actions * atoms] or null
+    float* q;                   // [rows, actions]
+    float* lse;                 // [rows, actions] or null
+    float* policy;              // [rows, actions] or null
+    int* best;                  // [rows], best_stride apart, or null
+    int ld_value_hidden;        // elements between rows
+    int ld_value_w;
+    int ld_v;
+    int ld_hidden;
+    int ld_late;
+    int ld_others;
+    int ld_bar_hidden;
+    int ld_bar_w;
+    int ld_bar_logits;
+    int wire_stride;
+    int ld_w;
+    int ld_adv;
+    int ld_q;
+    int ld_lse;
+    int ld_policy;
+    int best_stride;
+    int rows;
+    int height;                 // rows of a block: 16, 32 or 64
+    int value_depth;
+    int bar_depth;
+    int depth;
+    int atoms;                  // 2 to 64
+    int actions;                // 1 to 32
+    int columns;                // of z: 0 to 32
+    int kept;                   // whether hidden receives what was finished
+    int early;                  // whether the rows may be read before fx_wait
+    float v_min;
+    float spacing;              // (v_max - v_min) / (atoms - 1)
+};
+
+// Sizes that the records of a launch share, and whether all rows of operands start at 16 bytes.
+struct HeadsSizes {
+    int height, value_depth, depth, atoms, actions;
+    bool quads;
+};
+
+__device__ __forceinline__ HeadsSizes heads_sizes(const Heads& record) {
+#ifdef HEADS_SIZES
+    return HeadsSizes{HEADS_SIZES, true};
+#else
+    const bool quads = fx_quads(record.value_hidden, record.ld_value_hidden) &&
+                       fx_quads(record.value_w, record.ld_value_w) && fx_quads(record.w, record.ld_w) &&
+                       fx_quads(record.hidden, record.ld_hidden);
+    return HeadsSizes{record.height, record.value_depth, record.depth, record.atoms, record.actions, quads};
+#endif
+}
+
+__device__ __forceinline__ constexpr int heads_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// A block's shared memory (ops/heads.py adds it up). Strides are such that no access of a product meets a bank twice in
+// tf32. Rows are copied as they are and turned into words in place: two bf16 numbers share one.
+template <int WORD>
+struct HeadsLayout {
+    float* value_hidden;  // [height, value_stride]
+    float* hidden;        // [height, stride]
+    float* v;             // [height, v_stride]
+    float* adv;           // [height, adv_stride]
+    float* late;          // [columns, depth up to 128]
+    int value_stride, stride, v_stride, adv_stride;
+
+    __device__ __forceinline__ HeadsLayout(const HeadsSizes& sizes, float* shared) {
+        constexpr int GAP = WORD == 2 ? 8 : 16;
+        value_stride = heads_up(sizes.value_depth, heads_depth) + GAP;
+        stride = heads_up(sizes.depth, heads_depth) + GAP;
+        v_stride = heads_up(sizes.atoms, 16) + 4;
+        adv_stride = heads_up(sizes.actions * sizes.atoms, 16) + 4;
+        value_hidden = shared;
+        hidden = value_hidden + sizes.height * value_stride;
+        v = hidden + sizes.height * stride;
+        adv = v + sizes.height * v_stride;
+        late = adv + sizes.height * adv_stride;
+    }
+};
+
+// Which product a warp makes: 16 columns of adv or, behind those, of v.
+struct HeadsUnit {
+    const float* w;
+    const float* b;
+    int ld;
+    int rows;    // of w, of which 16 from `column` on count
+    int depth;
+    int column;
+    bool value;
+
+    __device__ __forceinline__ HeadsUnit(const Heads& record, const HeadsSizes& sizes, int unit) {
+        const int adv = sizes.actions * sizes.atoms, first = heads_up(adv, 16) / 16;
+        value = unit >= first;
+        w = fx_global(value ? record.value_w : record.w);
+        b = fx_global(value ? record.value_b : record.b);
+        ld = value ? record.ld_value_w : record.ld_w;
+        rows = value ? sizes.atoms : adv;
+        depth = value ? sizes.value_depth : sizes.depth;
+        column = 16 * (value ? unit - first : unit);
+    }
+
+    static __device__ __forceinline__ int count(const HeadsSizes& sizes) {
+        return (heads_up(sizes.actions * sizes.atoms, 16) + heads_up(sizes.atoms, 16)) / 16;
+    }
+};
+
+// Weights of a unit for 128 k, in panels of 16: of lane 4 g + t those of columns 2 g + h (beyond the last, that one
+// again) and of the four k from 4 t on. On the tensor cores they are operand A, in float32 they lie as [h][k]. And the
+// biases of these columns.
+template <int WORD>
+struct HeadsWeights {
+    static constexpr int PANELS = heads_depth / 16;
+    static constexpr int WORDS = WORD == 2 ? 4 : 8;
+    unsigned words[PANELS][WORDS];
+    float bias[2];
+
+    __device__ __forceinline__ void fetch(const HeadsUnit& unit, int k0, bool quads) {
+        const int lane = static_cast<int>(threadIdx.x) & 31, k = k0 + 4 * (lane & 3);
+        float v[PANELS][2][4];
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            const int column = min(unit.column + 2 * (lane >> 2) + h, unit.rows - 1);
+            const float* const from = unit.w + static_cast<long long>(column) * unit.ld + k;
+            bias[h] = unit.b[column];
+            if (quads && k0 + heads_depth <= unit.depth) {
+                FX_UNROLL
+                for (int p = 0; p < PANELS; ++p) fx_load(v[p][h], from + 16 * p, 4, true);
+            } else {
+                FX_UNROLL
+                for (int p = 0; p < PANELS; ++p) fx_load(v[p][h], from + 16 * p, unit.depth - k - 16 * p, false);
+            }
+        }
+        FX_UNROLL
+        for (int p = 0; p < PANELS; ++p) {
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                if constexpr (WORD == 0) {
+                    FX_UNROLL
+                    for (int e = 0; e < 4; ++e) words[p][4 * h + e] = __float_as_uint(v[p][h][e]);
+                } else {
+                    unsigned own[4 / WORD];
+                    fx_linear_words<WORD>(own, v[p][h]);
+                    FX_UNROLL
+                    for (int e = 0; e < 4 / WORD; ++e) words[p][h + 2 * e] = own[e];
+                }
+            }
+        }
+    }
+};
+
+// A unit's columns for 16 rows, over 128 k, on the tensor cores, weights by rows: to `out` [16, out_stride] with the
+// bias, from the second time on to what it holds. `rows`: [16, stride] words.
+template <int WORD>
+__device__ __forceinline__ void heads_multiply(float* out, int out_stride, const float* rows, int stride, int k0,
+                                               const HeadsWeights<WORD>& weights) {
+    constexpr int STEPS = 2 / WORD, WORDS = 4 / WORD, PANELS = HeadsWeights<WORD>::PANELS;
+    const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+    const float* const from = rows + g * stride + (k0 + 4 * t) / WORD;
+    float sums[1][2][4] = {};
+    FX_UNROLL
+    for (int p = 0; p < PANELS; ++p) {
+        unsigned a[1][STEPS][4], b[2][STEPS][2];
+        FX_UNROLL
+        for (int e = 0; e < 4 * STEPS; ++e) a[0][e / 4][e % 4] = weights.words[p][e];
+        FX_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const float* const at = from + 8 * i * stride + 16 * p / WORD;
+            float held[WORDS];
+            if constexpr (WORD == 1) {
+                fx_load(held, at, 4, true);
+            } else {
+                const float2 pair = *reinterpret_cast<const float2*>(at);
+                held[0] = pair.x;
+                held[1] = pair.y;
+            }
+            FX_UNROLL
+            for (int e = 0; e < WORDS; ++e) b[i][e / 2][e % 2] = __float_as_uint(held[e]);
+        }
+        fx_mma<WORD, STEPS, 1>(sums, a, b);
+    }
+    FX_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        FX_UNROLL
+        for (int h = 0; h < 2; ++h) {  // row 8 i + 2 t + h, columns 2 g and 2 g + 1
+            float2* const to = reinterpret_cast<float2*>(out + (8 * i + 2 * t + h) * out_stride + 2 * g);
+            const float2 before = k0 > 0 ? *to : make_float2(weights.bias[0], weights.bias[1]);
+            *to = make_float2(sums[0][i][h] + before.x, sums[0][i][2 + h] + before.y);
+        }
+    }
+}
+
+// The same in float32: two rows at a time, whose sums over a lane's own k are added over the four lanes that share the
+// columns, a row and column for each.
+__device__ __forceinline__ void heads_multiply(float* out, int out_stride, const float* rows, int stride, int k0,
+                                               const HeadsWeights<0>& weights) {
+    const int lane = static_cast<int>(threadIdx.x) & 31, t = lane & 3;
+    const float* from = rows + k0 + 4 * t;
+    float* to = out + (t >> 1) * out_stride + 2 * (lane >> 2) + (t & 1);
+    const float bias = (t & 1) != 0 ? weights.bias[1] : weights.bias[0];
+#pragma unroll 1
+    for (int row = 0; row < 16; row += 2, from += 2 * stride, to += 2 * out_stride) {
+        float sums[4] = {};
+        FX_UNROLL
+        for (int p = 0; p < HeadsWeights<0>::PANELS; ++p) {
+            FX_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                float v[4];
+                fx_load(v, from + r * stride + 16 * p, 4, true);
+                FX_UNROLL
+                for (int e = 0; e < 8; ++e) {
+                    float& sum = sums[2 * r + e / 4];
+                    sum = fmaf(v[e % 4], __uint_as_float(weights.words[p][e]), sum);
+                }
+            }
+        }
+        FX_UNROLL
+        for (int half = 2; half > 0; half /= 2) {
+            const bool upper = (t & half) != 0;
+            FX_UNROLL
+            for (int s = 0; s < half; ++s) {
+                const float sent = upper ? sums[s] : sums[s + half];
+                sums[s] = (upper ? sums[s + half] : sums[s]) + __shfl_xor_sync(0xffffffffu, sent, half);
+            }
+        }
+        *to = sums[0] + (k0 > 0 ? *to : bias);
+    }
+}
+
+// Begins to copy `count` numbers of a row, with zeros behind the last quad's; by one warp.
+__device__ __forceinline__ void heads_copy(float* to, const float* from, bool quads, int count) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const FxShared place = fx_shared(to);
+    if (quads) {
+#pragma unroll 1
+        for (int k = 4 * lane; k < count; k += 128) fx_copy_quad(place + 4 * k, from + k, min(count - k, 4));
+    } else {
+#pragma unroll 1
+        for (int k = lane; k < heads_up(count, 4); k += 32) {
+            fx_copy_word(place + 4 * k, from + (k < count ? k : 0), k < count);
+        }
+    }
+}
+
+// The lane's four numbers of a row as words, in place: two bf16 numbers share one.
+template <int WORD>
+__device__ __forceinline__ void heads_store(float* row, int k, float (&v)[4]) {
+    if constexpr (WORD == 2) {
+        unsigned words[2];
+        fx_linear_words<2>(words, v);
+        *reinterpret_cast<uint2*>(row + k / 2) = make_uint2(words[0], words[1]);
+    } else {
+        FX_UNROLL
+        for (int e = 0; e < 4 && WORD == 1; ++e) v[e] = __uint_as_float(fx_tf32(v[e]));
+        fx_store(row + k, v, 4, true);
+    }
+}
+
+// Finishes row i of the hidden layer and turns it and that of the value head into words, in place, up to their padded
+// depths; by the warp that copied them. `z`: of lane c the last columns' number c; `kept`: where to store the row, or
+// null.
+template <int WORD>
+__device__ __forceinline__ void heads_finish(const HeadsSizes& sizes, const HeadsLayout<WORD>& at, int i, float z,
+                                             int columns, float* kept) {
+    const int lane = static_cast<int>(threadIdx.x) & 31, depth = sizes.depth, value_depth = sizes.value_depth;
+    const int padded = heads_up(depth, heads_depth), value_padded = heads_up(value_depth, heads_depth);
+    float *const row = at.hidden + i * at.stride, *const value_row = at.value_hidden + i * at.value_stride;
+#pragma unroll 1
+    for (int first = 0; first < max(padded, value_padded); first += heads_depth) {
+        const int k = first + 4 * lane;
+        float v[4] = {}, value[4] = {};
+        if (k < depth) fx_load(v, row + k, 4, true);
+        if (k < value_depth) fx_load(value, value_row + k, 4, true);
+        const float* w = at.late + k;
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c, w += padded) {
+            const float factor = __shfl_sync(0xffffffffu, z, c);
+            float own[4] = {};
+            if (first < padded) fx_load(own, w, 4, true);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) v[e] = fmaf(factor, own[e], v[e]);
+        }
+        FX_UNROLL
+        for (int e = 0; e < 4; ++e) v[e] = fx_activate(FX_RELU, v[e]);
+        if (kept != nullptr) fx_store(fx_global(kept) + k, v, depth - k, sizes.quads);
+        if constexpr (WORD == 2) __syncwarp();  // the rows are read as far as this overwrites them
+        if (first < padded) heads_store<WORD>(row, k, v);
+        if (first < value_padded) heads_store<WORD>(value_row, k, value);
+    }
+}
+
+// The wire of a row, by one warp, in every lane. `x`: the lane's first number of the row; `w`, `b`: the lane's first
+// weights, the biases; `stores`: whether the row exists.
+__device__ __forceinline__ float heads_wire(const Heads& record, int row, bool stores, float x, const float (&w)[2],
+                                            const float (&b)[2]) {
+    const int lane = static_cast<int>(threadIdx.x) & 31, depth = record.bar_depth;
+    float logits[2] = {x * w[0], x * w[1]};
+#pragma unroll 1
+    for (int k = lane + 32; k < depth; k += 32) {
+        const float* const more = fx_global(record.bar_w) + k;
+        const float own = c51_row(record.bar_hidden, record.ld_bar_hidden, row)[k];
+        logits[0] = fmaf(own, more[0], logits[0]);
+        logits[1] = fmaf(own, more[record.ld_bar_w], logits[1]);
+    }
+    const float own = fx_warp_sums(logits), other = __shfl_xor_sync(0xffffffffu, own, 16);
+    const float down = (lane < 16 ? own : other) + b[0], up = (lane < 16 ? other : own) + b[1];
+    const float peak = fmaxf(down, up), low = expf(down - peak), high = expf(up - peak);
+    const float wire = fx_divide(high - low, high + low);
+    if (lane == 0 && stores) {
+        if (record.wire != nullptr) *c51_row(record.wire, record.wire_stride, row) = wire;
+        if (record.bar_logits != nullptr) {
+            float* const to = c51_row(record.bar_logits, record.ld_bar_logits, row);
+            to[0] = down;
+            to[1] = up;
+        }
+    }
+    return wire;
+}
+
+// Row i of the block (dueling_row). One that does not exist is worked on without results.
+template <int WORD>
+struct HeadsRow {
+    const Heads& record;
+    const HeadsLayout<WORD>& at;
+    int i, row, lane;
+    bool exists;
+    int actions, atoms;
+    float v_min, spacing;
+
+    __device__ __forceinline__ HeadsRow(const Heads& of, const HeadsSizes& sizes, const HeadsLayout<WORD>& layout,
+                                        int own, int which)
+        : record(of), at(layout), i(own), row(which), lane(static_cast<int>(threadIdx.x & 31u)),
+          exists(which < of.rows), actions(sizes.actions), atoms(sizes.atoms), v_min(of.v_min), spacing(of.spacing) {}
+    __device__ __forceinline__ const float* v() const { return at.v + i * at.v_stride + lane; }
+    __device__ __forceinline__ const float* adv() const { return at.adv + i * at.adv_stride + lane; }
+    __device__ __forceinline__ float* v_copy() const {
+        return exists && record.v != nullptr ? c51_row(record.v, record.ld_v, row) + lane : nullptr;
+    }
+    __device__ __forceinline__ float* adv_copy() const {
+        return exists && record.adv != nullptr ? c51_row(record.adv, record.ld_adv, row) + lane : nullptr;
+    }
+    __device__ __forceinline__ float* q() const { return exists ? c51_row(record.q, record.ld_q, row) : nullptr; }
+    __device__ __forceinline__ float* lse() const { return dueling_at(record.lse, record.ld_lse, row); }
+    __device__ __forceinline__ float* policy() const {
+        return exists ? dueling_at(record.policy, record.ld_policy, row) : nullptr;
+    }
+    __device__ __forceinline__ int* best() const {
+        return exists ? dueling_at(record.best, record.best_stride, row) : nullptr;
+    }
+};
+
+// WORD: 0 float32, 1 tf32, 2 bf16.
+template <int WORD>
+__device__ __forceinline__ void heads_block(const Heads* table, int count, float* shared) {
+    __shared__ Heads place;
+    int tile;
+    const Heads& record = fx_record(table, count, tile, place);
+    const HeadsSizes sizes = heads_sizes(record);
+    const HeadsLayout<WORD> at(sizes, shared);
+    const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+    const int first_row = tile * sizes.height, exist = min(sizes.height, record.rows - first_row);
+    const int columns = record.columns, units = HeadsUnit::count(sizes);
+
+    HeadsWeights<WORD> weights;
+    if (warp < units) weights.fetch(HeadsUnit(record, sizes, warp), 0, sizes.quads);
+    const int padded = heads_up(sizes.depth, heads_depth);
+#pragma unroll 1
+    for (int c = 0; c < columns; ++c) {
+#pragma unroll 1
+        for (int k = thread; k < padded; k += 32 * heads_warps) {
+            const float* const from = c51_row(record.late, record.ld_late, min(k, sizes.depth - 1)) + c;
+            fx_copy_word(fx_shared(at.late + c * padded + k), from, k < sizes.depth);
+        }
+    }
+    const auto copy_rows = [&] {
+#pragma unroll 1
+        for (int first = 0; first < sizes.height; first += heads_warps) {
+            const int i = first + warp, row = first_row + i;
+            if (i >= exist) continue;
+            heads_copy(at.value_hidden + i * at.value_stride,
+                       c51_row(record.value_hidden, record.ld_value_hidden, row), sizes.quads, sizes.value_depth);
+            heads_copy(at.hidden + i * at.stride, c51_row(record.hidden, record.ld_hidden, row), sizes.quads,
+                       sizes.depth);
+        }
+        fx_copy_commit();
+    };
+    if (record.early) copy_rows();
+    fx_copy_commit();  // of the late weights too
+    fx_copy_wait<0>();
+    __syncthreads();
+    fx_wait();
+    fx_trigger();
+    if (!record.early) copy_rows();
+    const bool has_wire = record.bar_hidden != nullptr;
+    float bar_w[2] = {}, bar_b[2] = {};
+    FX_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        if (has_wire && lane < record.bar_depth) bar_w[h] = fx_global(record.bar_w)[h * record.ld_bar_w + lane];
+        if (has_wire) bar_b[h] = fx_global(record.bar_b)[h];
+    }
+    // What the last columns are made of, or they themselves: on its way for all rows of the warp at once.
+    float z[heads_most / heads_warps];
+    FX_UNROLL
+    for (int r = 0; r < heads_most / heads_warps; ++r) {
+        if (heads_warps * r >= sizes.height) break;
+        const int row = min(first_row + heads_warps * r + warp, record.rows - 1);
+        const float* const from = has_wire ? c51_row(record.bar_hidden, record.ld_bar_hidden, row)
+                                           : c51_row(record.others, record.ld_others, row);
+        z[r] = lane < (has_wire ? record.bar_depth : columns) ? fx_global(from)[lane] : 0.0f;
+    }
+    fx_copy_wait<0>();
+    __syncwarp();
+    FX_UNROLL
+    for (int r = 0; r < heads_most / heads_warps; ++r) {
+        if (heads_warps * r >= sizes.height) break;
+        const int i = heads_warps * r + warp, row = min(first_row + i, record.rows - 1);
+        if (has_wire) z[r] = heads_wire(record, row, i < exist, z[r], bar_w, bar_b);
+        float* const kept = record.kept && i < exist ? c51_row(record.hidden, record.ld_hidden, row) : nullptr;
+        heads_finish<WORD>(sizes, at, i, z[r], columns, kept);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int begun = 0; begun < units; begun += heads_warps) {
+        const int unit = begun + warp;
+        if (unit >= units) break;
+        const HeadsSizes sizes = heads_sizes(record);  // found out afresh: kept, they would take up registers
+        const HeadsLayout<WORD> at(sizes, shared);
+        const HeadsUnit now(record, sizes, unit);
+        const float* const rows = now.value ? at.value_hidden : at.hidden;
+        const int stride = now.value ? at.value_stride : at.stride;
+        const int out_stride = now.value ? at.v_stride : at.adv_stride;
+        float* const out = (now.value ? at.v : at.adv) + now.column;
+#pragma unroll 1
+        for (int k0 = 0; k0 < now.depth; k0 += heads_depth) {
+            if (begun > 0 || k0 > 0) weights.fetch(now, k0, sizes.quads);
+#pragma unroll 1
+            for (int i = 0; i < sizes.height; i += 16) {
+                heads_multiply(out + i * out_stride, out_stride, rows + i * stride, stride, k0, weights);
+            }
+        }
+    }
+    __syncthreads();
+    {
+        const HeadsSizes sizes = heads_sizes(record);
+        const HeadsLayout<WORD> at(sizes, shared);
+#pragma unroll 1
+        for (int first = 0; first < sizes.height; first += heads_warps) {
+            dueling_row<2, 4>(HeadsRow<WORD>(record, sizes, at, first + warp, first_row + first + warp));
+        }
+    }
+}
