@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fxengine.graphs.program import ZEROED, Family, Launch, Program, Region
 
 #: Levels by which a path must be shorter than the longest one for its nodes to have time.
 _TIME = 2
+#: Nodes that one waits for from which on one more does not matter.
+_MANY = 4
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
         if clears and any(_touches_zeroed(records[i]) for i in indices):
             deps.add(0)
         after.append(deps)
+    slow = {n for n, launch in enumerate(launches, start=first) for part, _ in launch if part.family.alone}
+    _one_root(after, {*range(first), *slow})
     reduced = _transitive_reduction(after)
 
     nodes = [Node((), 0, ())] if clears else []
@@ -115,7 +119,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     if clears:
         nodes = _cleared_sooner(nodes, program.target.sm_count)
     overlap = _overlap(nodes, program.target.sm_count)
-    return tuple(replace(node, overlaps=early) for node, early in zip(nodes, overlap, strict=True))
+    nodes = [replace(node, overlaps=early) for node, early in zip(nodes, overlap, strict=True)]
+    return tuple(_joined_sooner(nodes))
 
 
 def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
@@ -129,10 +134,7 @@ def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
       the places to those that have not.
     - A node whose blocks need a whole multiprocessor does not wait in the way of a predecessor that fills the device.
     """
-    height = [0] * len(nodes)
-    for i in reversed(range(len(nodes))):
-        for d in nodes[i].after:
-            height[d] = max(height[d], height[i] + 1)
+    height = _heights([node.after for node in nodes])
     longest = depth(nodes) - 1
 
     def overlaps(i: int) -> bool:
@@ -144,6 +146,52 @@ def _overlap(nodes: Sequence[Node], sm_count: int) -> list[bool]:
         return not node.whole or all(other.blocks <= sm_count for other in behind)
 
     return [overlaps(i) for i in range(len(nodes))]
+
+
+def _heights(after: Sequence[Collection[int]]) -> list[int]:
+    """Nodes on the longest path behind each node, of what each follows."""
+    height = [0] * len(after)
+    for i in reversed(range(len(after))):
+        for d in after[i]:
+            height[d] = max(height[d], height[i] + 1)
+    return height
+
+
+def _one_root(after: Sequence[set[int]], others: Collection[int]) -> None:
+    """Let the roots wait for that of the longest path, if all of them have time; but for the `others`.
+
+    A graph starts its roots one after another, in an order of its own: the first node of a step was seen to start
+    microseconds behind others that nobody waited for.
+    """
+    height = _heights(after)
+    roots = [i for i, deps in enumerate(after) if not deps and i not in others]
+    first = max(roots, key=lambda i: height[i], default=-1)
+    rest = [i for i in roots if i != first]
+    if all(i > first and height[first] - height[i] >= _TIME for i in rest):
+        for i in rest:
+            after[i].add(first)
+
+
+def _joined_sooner(nodes: Sequence[Node]) -> list[Node]:
+    """Where a node waits for another one besides that of the level before it, let a node further before, which waits for
+    many anyway, wait for it instead: a hand-off along a chain is faster than a join.
+
+    Not if that comes less than two levels behind the other one, which might still run then.
+    """
+    after = [set(node.after) for node in nodes]
+    for i in range(len(nodes)):
+        j = i
+        while len(after[i]) > 1 and after[j]:
+            j = max(after[j], key=lambda d: (nodes[d].level, d))
+            if len(after[j]) < _MANY:
+                continue
+            for d in sorted(after[i]):
+                sooner = d < j and nodes[d].level + 1 < nodes[j].level
+                if sooner and nodes[d].parts and _may_precede(nodes[j], nodes[d]):
+                    after[i].discard(d)
+                    after[j].add(d)
+    reduced = _transitive_reduction(after)
+    return [replace(node, after=tuple(sorted(deps))) for node, deps in zip(nodes, reduced, strict=True)]
 
 
 def _cleared_sooner(nodes: Sequence[Node], sm_count: int) -> list[Node]:

@@ -135,13 +135,16 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         given = (p.program, dtheta, tau, h, weights, stored)
         name = f"{gradients.prefix}iqn.bwd"
         into_h: dict[str, Any] = {}
+        apart = bool(p.tape.tracked(h) and scale and wanted and _apart(p, net, h))
+        if apart:
+            gradients.settle(h)  # what is owed by now, which is there early, need not wait for what comes from here
         if p.tape.tracked(h):
             dh, accumulate = gradients.contribute(h)
             weight, readiness = scale or (None, None)
             into_h = {"dh2": dh, "weight": weight, "readiness": readiness}
             into_h |= {"activation": p.tape.activation(h), "accumulate": accumulate}
         share = 1.0
-        if into_h and scale and wanted and _apart(p, net, h):
+        if apart:
             iqn_fused.state_gradient(*given, **into_h, name=f"{name}.dh2")
             into_h, share = {}, beside
         iqn_fused.backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,45 @@ def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> No
     nodes = schedule(program)
     assert {n.label: n.overlaps for n in nodes if n.name == "other"} == {"c->g": False, "d->h": True}
     assert all(n.overlaps for n in nodes if n.name == "chain")
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_roots_wait_for_that_of_the_longest_path_if_all_have_time(program: Program, needed: bool) -> None:
+    """But for launches that wait for something slow. One that is needed second has no time: then nobody waits."""
+    a, g, h, i, j, *path = vectors(program, "aghijbcdef")
+    slow = replace(OTHER, name="slow", alone=True)
+    chain(program, path[0], path[1], a)
+    chain(program, g, h, a, family=OTHER)
+    chain(program, i, j, a, family=slow)
+    chain(program, path[1], path[2], h if needed else a)
+    for x, y in itertools.pairwise(path[2:]):
+        chain(program, x, y, a)
+    nodes = schedule(program)
+    assert depth(nodes) == 4
+    assert {n.label: n.after for n in nodes[:3]} == {"b->c": (), "g->h": () if needed else (0,), "i->j": ()}
+
+
+@pytest.mark.parametrize(("branches", "moved"), [(3, True), (2, False)])
+def test_a_node_further_before_that_waits_for_many_waits_instead(program: Program, branches: int, moved: bool) -> None:
+    """Of four that it waits for, one more does not matter; to the last node of the chain it would."""
+    a, *rest = vectors(program, "abcdefghijklm")
+    for i in range(branches):  # a node of its own each, at the first level
+        chain(program, rest[0], rest[1 + i], a, family=replace(OTHER, name=f"branch {i}"))
+    path, side = rest[5:10], rest[10]
+    for x, y in itertools.pairwise(path):
+        chain(program, x, y, a, label=f"path {y.name}")
+    program.launch(
+        OTHER,
+        {"x": path[-1], "y": rest[11], "a": rest[1], "b": 0.0, "n": 8, "accumulate": 0},
+        reads=[path[-1], *rest[1 : 1 + branches]], writes=[rest[11]], label="joint",
+    )  # fmt: skip
+    chain(program, rest[0], side, a, family=replace(OTHER, name="side"), label="side")
+    chain(program, rest[11], a.rows(0, 1), side, label="last")
+    nodes = schedule(program)
+    names = {n.label: i for i, n in enumerate(nodes)}
+    last, many = nodes[names["last"]], nodes[names["joint"]]
+    assert len(many.after) == branches + 1 + moved
+    assert (names["side"] in many.after) == moved and (names["side"] in last.after) != moved
 
 
 @pytest.mark.parametrize(("blocks", "overlaps"), [(132, True), (133, False)])
