@@ -38,7 +38,7 @@ REGISTERS = {"fx_iqn_warpgroup_backward": 128}
 
 #: Files that are compiled with sizes as well, those of the default network: macros by file.
 SIZES: dict[str, tuple[Mapping[str, str], ...]] = {
-    name: tuple({"HEADS_SIZES": f"{height}, 128, 128, 51, 3"} for height in (16, 64))
+    name: tuple({"HEADS_SIZES": f"{height}, 128, 128, 51, 3"} for height in (16, 32, 64))
     for name in ("heads.cu", "heads_tf32.cu", "heads_bf16.cu")
 }
 

@@ -74,7 +74,7 @@ def phases(device: str, folder: Path, cache: Path) -> list[Phase]:
     report = ("--model", "aux", "step", "--precision", "tf32", "--output", out("h200.json"))
     on = ("--device", device)
     return [
-        Phase("compile", 170, warm, {**jax, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+        Phase("compile", 240, warm, {**jax, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
         Phase("peers", 150, (tool("bench_peers", *peers, "--files", "full", "--output", out("peers.json")),), jax),
         Phase("report", 60, (tool("gpu_report", *on, *report, "--peers", out("peers.json"), "--skip-tests"),), {}),
         Phase(

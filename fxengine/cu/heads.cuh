@@ -1,6 +1,6 @@
 // One branch of the C51 heads, forward, from its hidden layer to q: the output layers and what dueling.cuh does.
 //   z      = the wire, p_up - p_down, p = softmax of bar_hidden bar_w^T + bar_b;  or the policy of another branch
-//   hidden = relu(hidden + z late^T), in float32, where the layer's last columns come late, else as it is
+//   hidden = relu(hidden + z late^T), in float32; relu(hidden) where none of the layer's columns comes late
 //   v      = value_hidden value_w^T + value_b
 //   adv    = hidden w^T + b
 //   q, lse, policy, best of v and adv (dueling.cuh)
@@ -90,8 +90,8 @@ __device__ __forceinline__ HeadsSizes heads_sizes(const Heads& record) {
 
 __device__ __forceinline__ constexpr int heads_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-// A block's shared memory (ops/heads.py adds it up). Strides are such that no access of a product meets a bank twice in
-// tf32. Rows are copied as they are and turned into words in place: two bf16 numbers share one.
+// A block's shared memory (ops/heads.py adds it up). Strides are such that no access of a product meets a bank twice.
+// Rows are copied as they are and turned into words in place: two bf16 numbers share one.
 template <int WORD>
 struct HeadsLayout {
     float* value_hidden;  // [height, value_stride]
@@ -263,7 +263,7 @@ __device__ __forceinline__ void heads_multiply(float* out, int out_stride, const
     }
 }
 
-// Begins to copy `count` numbers of a row, with zeros behind the last quad's; by one warp.
+// Begins to copy `count` numbers of a row, and zeros up to a whole quad; by one warp.
 __device__ __forceinline__ void heads_copy(float* to, const float* from, bool quads, int count) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const FxShared place = fx_shared(to);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void heads_finish(const HeadsSizes& sizes, const Head
             for (int e = 0; e < 4; ++e) v[e] = fmaf(factor, own[e], v[e]);
         }
         FX_UNROLL
-        for (int e = 0; e < 4; ++e) v[e] = fx_activate(FX_RELU, v[e]);
+        for (int e = 0; e < 4; ++e) v[e] = k + e < depth ? fx_activate(FX_RELU, v[e]) : 0.0f;  // an infinite z gave NaN
         if (kept != nullptr) fx_store(fx_global(kept) + k, v, depth - k, sizes.quads);
         if constexpr (WORD == 2) __syncwarp();  // the rows are read as far as this overwrites them
         if (first < padded) heads_store<WORD>(row, k, v);
@@ -418,15 +418,15 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
             heads_copy(at.hidden + i * at.stride, c51_row(record.hidden, record.ld_hidden, row), sizes.quads,
                        sizes.depth);
         }
-        fx_copy_commit();
     };
     if (record.early) copy_rows();
-    fx_copy_commit();  // of the late weights too
+    fx_copy_commit();
     fx_copy_wait<0>();
     __syncthreads();
     fx_wait();
     fx_trigger();
     if (!record.early) copy_rows();
+    fx_copy_commit();
     const bool has_wire = record.bar_hidden != nullptr;
     float bar_w[2] = {}, bar_b[2] = {};
     FX_UNROLL

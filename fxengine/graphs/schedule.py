@@ -10,7 +10,7 @@ from fxengine.graphs.program import ZEROED, Family, Launch, Program, Region
 
 #: Levels by which a path must be shorter than the longest one for its nodes to have time.
 _TIME = 2
-#: Nodes that one waits for from which on one more does not matter.
+#: From so many nodes that one waits for on, one more does not matter.
 _MANY = 4
 
 
@@ -34,7 +34,8 @@ class Node:
     Attributes:
         parts: the records of the launch, by family; none for the memset that clears the zeroed arena.
         level: longest path from a root, in nodes; roots are level 0.
-        after: indices of the nodes it directly depends on (transitively reduced).
+        after: indices of the nodes that it begins behind (transitively reduced): those that it depends on, and some
+            that the planner holds it back for.
         overlaps: whether it may begin while those still run.
     """
 
@@ -161,7 +162,7 @@ def _one_root(after: Sequence[set[int]], others: Collection[int]) -> None:
     """Let the roots wait for that of the longest path, if all of them have time; but for the `others`.
 
     A graph starts its roots one after another, in an order of its own: the first node of a step was seen to start
-    microseconds behind others that nobody waited for.
+    microseconds behind others that nobody waited for. Where one of them is needed at once, an order does not help.
     """
     height = _heights(after)
     roots = [i for i, deps in enumerate(after) if not deps and i not in others]
@@ -173,10 +174,11 @@ def _one_root(after: Sequence[set[int]], others: Collection[int]) -> None:
 
 
 def _joined_sooner(nodes: Sequence[Node]) -> list[Node]:
-    """Where a node waits for another one besides that of the level before it, let a node further before, which waits for
-    many anyway, wait for it instead: a hand-off along a chain is faster than a join.
+    """Where a node waits for another one besides that of the level before it, let a node further before, which waits
+    for many anyway, wait for it instead: a hand-off along a chain is faster than a join.
 
-    Not if that comes less than two levels behind the other one, which might still run then.
+    Not if that comes less than two levels behind the other one, which might still run then. Who begins early is settled
+    before: a node that had time has it still, whoever waits for it now.
     """
     after = [set(node.after) for node in nodes]
     for i in range(len(nodes)):
@@ -186,8 +188,7 @@ def _joined_sooner(nodes: Sequence[Node]) -> list[Node]:
             if len(after[j]) < _MANY:
                 continue
             for d in sorted(after[i]):
-                sooner = d < j and nodes[d].level + 1 < nodes[j].level
-                if sooner and nodes[d].parts and _may_precede(nodes[j], nodes[d]):
+                if nodes[d].parts and d < j and nodes[d].level + 1 < nodes[j].level:
                     after[i].discard(d)
                     after[j].add(d)
     reduced = _transitive_reduction(after)

@@ -31,7 +31,7 @@ def declare(step: StepBuilder, config: StepConfig) -> None:
         step.group("decoders", specs)
 
 
-def forward(p: Pass, config: StepConfig, h2: Tensor, heads: Collection[str] = HEADS) -> dict[str, Tensor]:
+def forward(p: Pass, config: StepConfig, h2: Tensor, heads: Collection[str]) -> dict[str, Tensor]:
     """Outputs of those of the heads that exist, by name: rec [B, S], pred [B, H2], ens [B, Ens·n_0]."""
     return {
         name: p.linear(h2, name, input_scale=p.step.signal(f"w_{name}"), name=name)

@@ -82,7 +82,8 @@ class Branch:
     """A hidden layer that is there, and the outputs to be made of it.
 
     Attributes:
-        hidden: float32 [B, A], the hidden layer; with `late`, its product with the other columns, and the bias.
+        hidden: float32 [B, A], the hidden layer, to which the ReLU is applied in any case; with `late`, its product
+            with the other columns, and the bias.
         w: float32 [n * K, A].
         b: float32 [n * K].
         q: float32 [B, n], with any row stride.
@@ -153,7 +154,10 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 @cache
 def _family(precision: str, height: int, early: bool, sizes: Sizes | None) -> Family:
-    """`early`: the rows are read before the wait, as the weights are; `sizes`: compiled in."""
+    """`early`: the rows are read before the wait, as the weights are; `sizes`: compiled in.
+
+    Records share a launch if they have the same sizes, late columns apart, which are not compiled in.
+    """
     kernel = "heads" if precision == "fp32" else f"heads_{precision}"
     rows = ("value_hidden", "hidden") if early else ()
     return Family(
@@ -224,7 +228,8 @@ def forward(
     wire = beside if isinstance(beside, Wire) else None
     others = beside if isinstance(beside, Tensor) else None
     early = others is not None
-    family = _family(program.precision, height, early, replace(sizes, late=0) if compiled else None)
+    shared = replace(sizes, late=0)  # what records of one launch have in common
+    family = _family(program.precision, height, early, shared if compiled else None)
     kept = branch.hidden if keep and columns else None
     tensors: dict[str, Tensor | None] = {
         "value_hidden": value.hidden,
@@ -293,7 +298,9 @@ def _check(value: Value, branch: Branch, extents: tuple[int, int, int, int, int]
     require(branch.policy, np.float32, (rows, n), "policy", label)
     best = branch.best
     require(best, np.int32, (rows, 1) if best and len(best.shape) == 2 else (rows,), "best", label)
-    separate(f"'{label}'", "hidden", branch.hidden, w=branch.w, late=branch.late)
+    separate(
+        f"'{label}'", "hidden", branch.hidden, w=branch.w, late=branch.late, value_hidden=value.hidden, value_w=value.w
+    )
 
 
 def _check_late(branch: Branch, beside: Wire | Tensor | None, rows: int, depth: int, label: str) -> int:

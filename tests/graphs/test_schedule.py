@@ -107,27 +107,56 @@ def test_roots_wait_for_that_of_the_longest_path_if_all_have_time(program: Progr
     assert {n.label: n.after for n in nodes[:3]} == {"b->c": (), "g->h": () if needed else (0,), "i->j": ()}
 
 
-@pytest.mark.parametrize(("branches", "moved"), [(3, True), (2, False)])
-def test_a_node_further_before_that_waits_for_many_waits_instead(program: Program, branches: int, moved: bool) -> None:
-    """Of four that it waits for, one more does not matter; to the last node of the chain it would."""
-    a, *rest = vectors(program, "abcdefghijklm")
-    for i in range(branches):  # a node of its own each, at the first level
-        chain(program, rest[0], rest[1 + i], a, family=replace(OTHER, name=f"branch {i}"))
-    path, side = rest[5:10], rest[10]
-    for x, y in itertools.pairwise(path):
+@pytest.mark.parametrize(
+    ("branches", "side_level", "moved"), [(3, 0, True), (2, 0, False), (3, 3, True), (3, 4, True), (3, 5, False)]
+)
+def test_a_node_further_before_that_waits_for_many_waits_instead(
+    program: Program, branches: int, side_level: int, moved: bool
+) -> None:
+    """Of four that it waits for, one more does not matter; to the last node of the chain it would. Not if the other one
+    comes but one level before."""
+    a, *rest = vectors(program, "abcdefghijklmnopqrs")
+    start, path, joined = rest[0], rest[1:7], rest[7]
+    for x, y in itertools.pairwise([start, *path]):
         chain(program, x, y, a, label=f"path {y.name}")
+    others = rest[8 : 8 + branches]
+    for i, y in enumerate(others):
+        chain(program, path[i], y, a, family=replace(OTHER, name=f"branch {i}"))
     program.launch(
         OTHER,
-        {"x": path[-1], "y": rest[11], "a": rest[1], "b": 0.0, "n": 8, "accumulate": 0},
-        reads=[path[-1], *rest[1 : 1 + branches]], writes=[rest[11]], label="joint",
+        {"x": path[-1], "y": joined, "a": others[0], "b": 0.0, "n": 8, "accumulate": 0},
+        reads=[path[-1], *others], writes=[joined], label="joint",
     )  # fmt: skip
-    chain(program, rest[0], side, a, family=replace(OTHER, name="side"), label="side")
-    chain(program, rest[11], a.rows(0, 1), side, label="last")
+    side, last = rest[12:14]
+    chain(program, [start, *path][side_level], side, a, family=replace(OTHER, name="side"), label="side")
+    chain(program, joined, last, side, label="last")
     nodes = schedule(program)
     names = {n.label: i for i, n in enumerate(nodes)}
-    last, many = nodes[names["last"]], nodes[names["joint"]]
-    assert len(many.after) == branches + 1 + moved
-    assert (names["side"] in many.after) == moved and (names["side"] in last.after) != moved
+    joint = nodes[names["joint"]]
+    assert (joint.level, len(joint.after)) == (6, branches + 1 + moved)
+    assert (names["side"] in joint.after) == moved and (names["side"] in nodes[names["last"]].after) != moved
+
+
+def test_the_memset_is_not_waited_for_instead(program: Program) -> None:
+    """That would cost the node further before its early start."""
+    a, *rest = vectors(program, "abcdefghijkl")
+    path, joined, last = rest[:6], rest[6], rest[7]
+    for x, y in itertools.pairwise(path):
+        chain(program, x, y, a, label=f"path {y.name}")
+    others = rest[8:11]
+    for i, y in enumerate(others):
+        chain(program, path[i], y, a, family=replace(OTHER, name=f"branch {i}"))
+    program.launch(
+        OTHER,
+        {"x": path[-1], "y": joined, "a": others[0], "b": 0.0, "n": 8, "accumulate": 0},
+        reads=[path[-1], *others], writes=[joined], label="joint",
+    )  # fmt: skip
+    chain(program, joined, last, a, label="last")
+    zeroed = program.tensor("zeroed", (8,), arena=ZEROED)
+    chain(program, joined, zeroed, last, accumulate=True, family=EARLY, label="cleared")  # waits for `last` in any case
+    nodes = {n.label: n for n in schedule(program)}
+    assert nodes["joint"].overlaps and 0 not in nodes["joint"].after
+    assert 0 in nodes["cleared"].after
 
 
 @pytest.mark.parametrize(("blocks", "overlaps"), [(132, True), (133, False)])

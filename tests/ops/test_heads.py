@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,11 @@ RESULTS = ("v", "adv", "q", "lse", "policy", "best", "wire", "logits")
 
 @dataclass
 class Case:
-    """Operands of a branch; matrices have `pad` columns of 77 on both sides, which nothing may touch or use."""
+    """Operands of a branch.
+
+    Matrices have `pad` columns of 77 on both sides, which nothing may touch or use; or with `gaps`, as in a step, rows
+    that start at multiples of four numbers.
+    """
 
     rows: int = 5
     depth: int = 24
@@ -37,6 +41,7 @@ class Case:
     columns: int = 3
     bar_depth: int = 6
     pad: int = 0
+    gaps: bool = False
     seed: int = 0
     arrays: dict[str, Array] = field(default_factory=dict)
 
@@ -86,6 +91,7 @@ class Bench:
         self.device = device
         self.program = Program(device.target, precision)
         self.wide: dict[str, Tensor] = {}
+        self.widths: dict[str, int] = {}
 
     def add(self, case: Case, results: tuple[str, ...] = RESULTS, **options: Any) -> None:
         """Append the record of a case, with some of its results."""
@@ -94,7 +100,9 @@ class Bench:
         def matrix(name: str, data: NDArray[Any], arena: str = "inputs") -> Tensor:
             if data.ndim == 1:
                 return self.program.tensor(name, data.shape, data.dtype, arena=arena, data=data)
-            wide = np.full((data.shape[0], data.shape[1] + 2 * case.pad), 77, data.dtype)
+            columns = heads._up(data.shape[1], 4) if case.gaps else data.shape[1] + 2 * case.pad
+            wide = np.full((data.shape[0], columns), 77, data.dtype)
+            self.widths[name] = data.shape[1]
             wide[:, case.pad : case.pad + data.shape[1]] = data
             self.wide[name] = self.program.tensor(name, wide.shape, data.dtype, arena=arena, data=wide)
             return self.wide[name].columns(case.pad, case.pad + data.shape[1])
@@ -139,7 +147,7 @@ class Bench:
             found, pad = {}, self.case.pad
             for name, tensor in self.wide.items():
                 whole = plan.buffer(tensor).read()
-                last = whole.shape[1] - pad
+                last = pad + self.widths[name]
                 assert (np.delete(whole, np.s_[pad:last], axis=1) == 77).all(), f"{name}: written beside its columns"
                 found[name] = whole[:, pad:last]
             return found
@@ -179,19 +187,23 @@ SIZES = st.sampled_from([1, 3, 4, 16, 17, 31, 64, 100, 128, 129, 200])
     late=st.sampled_from(["none", "wire", "others"]),
     columns=st.sampled_from([1, 2, 3, 5]),
     bar_depth=st.sampled_from([1, 6, 32, 33, 70]),
-    pad=st.sampled_from([0, 0, 1, 4]),
+    pad=st.sampled_from([0, 1, 4]),
+    gaps=st.booleans(),
     precision=st.sampled_from(["fp32", "tf32", "bf16"]),
     seed=st.integers(0, 1000),
 )
-def test_forward(device: Device, precision: str, **sizes: Any) -> None:
-    case = Case(**sizes)
+def test_forward(device: Device, precision: str, pad: int, gaps: bool, **sizes: Any) -> None:
+    case = Case(pad=0 if gaps else pad, gaps=gaps, **sizes)
     check(case, precision, run(device, precision, case))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("late", ["wire", "others"])
-def test_sizes_that_are_compiled_in_change_no_bit(device: Device, precision: str, late: str) -> None:
-    case = Case(rows=70, depth=128, value_depth=128, atoms=51, late=late, bar_depth=32)
+@pytest.mark.parametrize(("late", "depth", "value_depth"), [("wire", 128, 128), ("others", 129, 10)])
+def test_sizes_that_are_compiled_in_change_no_bit(
+    device: Device, precision: str, late: str, depth: int, value_depth: int
+) -> None:
+    """Rows start at multiples of 16 bytes then; 129 columns do not end there."""
+    case = Case(70, depth, value_depth, atoms=51, late=late, bar_depth=32, gaps=True)
     found = [run(device, precision, case, compiled=compiled) for compiled in (False, True)]
     check(case, precision, found[1])
     for name in found[0]:
@@ -241,28 +253,41 @@ def test_what_is_not_finite_stays_in_its_row(device: Device) -> None:
         assert found["best"][row] == np.nanargmax(found["q"][row])
 
 
-def test_a_policy_goes_on_to_the_next_branch_which_begins_early() -> None:
+@pytest.mark.parametrize("depth", [24, 30, 128])
+def test_an_infinite_late_column_is_like_any_number(device: Device, depth: int) -> None:
+    """Whatever stands behind the layer's last column to fill it up."""
+    case = Case(rows=2, depth=depth, late="others", columns=1)
+    case.arrays["late"][:] = 1.0
+    case.arrays["others"][0] = -np.inf
+    found = run(device, "fp32", case)
+    np.testing.assert_array_equal(found["hidden"][0], 0.0)
+    check(case, "fp32", found)
+
+
+@pytest.mark.parametrize("made_there", [False, True])
+def test_a_policy_goes_on_to_the_next_branch_which_begins_early(made_there: bool) -> None:
     """Its rows were there before the policy: they are read while the policy is made, unless that launch makes them."""
     program = Program(Target.of("sm_90"), "tf32")
     value = heads.Value(program.tensor("vh", (64, 16)), program.tensor("vw", (11, 16)), program.tensor("vb", (11,)))
-    w, b = program.tensor("w", (33, 16)), program.tensor("b", (33,))
+    w, b, late = program.tensor("w", (33, 16)), program.tensor("b", (33,)), program.tensor("late", (16, 3))
     hidden = [program.tensor(f"hidden{i}", (64, 16)) for i in range(2)]
-    policy = program.tensor("policy", (64, 3))
-    for i, beside in enumerate((None, policy)):
+    policy, adv = program.tensor("policy", (64, 3)), program.tensor("adv", (64, 33))
+    for i in range(2):
         linear.forward(program, value.hidden, program.tensor(f"w{i}", (16, 16)), None, hidden[i], tile="16x16")
-        heads.forward(
-            program,
-            value,
-            heads.Branch(hidden[i], w, b, program.tensor(f"q{i}", (64, 3)), policy=None if i else policy,
-                         late=program.tensor("late", (16, 3)) if i else None),
-            beside=beside, v_min=-1.0, v_max=1.0, label=f"head{i}",
-        )  # fmt: skip
+    q = [program.tensor(f"q{i}", (64, 3)) for i in range(2)]
+    first = heads.Branch(hidden[0], w, b, q[0], policy=policy, adv=adv)
+    second = heads.Branch(hidden[1], w, b, q[1], late)
+    heads.forward(program, value, first, v_min=-1.0, v_max=1.0, label="head0")
+    if made_there:
+        value = replace(value, hidden=adv.columns(0, 16))
+    heads.forward(program, value, second, beside=policy, v_min=-1.0, v_max=1.0, label="head1")
     nodes = {record.label: node for node in schedule(program) for record in node.records}
     assert nodes["hidden0"] is nodes["hidden1"]
     assert [nodes[f"head{i}"].level for i in range(2)] == [1, 2]
-    first, second = (next(r for r in nodes[f"head{i}"].records) for i in range(2))
-    assert (first.fields["early"], second.fields["early"]) == (0, 1)
-    assert nodes["head1"].overlaps and hidden[1] in second.early and hidden[0] not in first.early
+    records = [nodes[f"head{i}"].records[0] for i in range(2)]
+    assert [r.fields["early"] for r in records] == [0, 1]
+    assert hidden[1] in records[1].early and hidden[0] not in records[0].early
+    assert nodes["head1"].overlaps == (not made_there)
 
 
 def test_fits_says_what_a_device_has_room_for() -> None:

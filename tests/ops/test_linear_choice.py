@@ -33,6 +33,12 @@ def test_only_long_sums_are_cut(precision: str) -> None:
     assert linear.choose_dw(h200, 4096, (4096,), 131_072, precision=precision)[1] == 1
 
 
+def test_a_sum_that_has_the_device_for_itself_is_cut_sooner() -> None:
+    h200 = Target.of("sm_90")
+    assert linear.choose_dw(h200, 16, (8,), 1536, precision="tf32") == ("16x16", 1)
+    assert linear.choose_dw(h200, 16, (8,), 1536, precision="tf32", siblings=4) == ("16x16", 4)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
