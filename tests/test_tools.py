@@ -187,6 +187,17 @@ def test_tests_only_completes_a_report(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(path.read_text()) == {**bare, "tests": gpu_report.parse_junit(JUNIT)}
 
 
+def test_tests_that_cannot_run_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_report.missing() == []
+    assert gpu_report.missing(["json", "no_such_package"]) == ["no_such_package"]
+    monkeypatch.setattr(gpu_report, "missing", lambda: ["hypothesis", "pandas"])
+    monkeypatch.setattr(gpu_report, "run_tests", lambda *_: pytest.fail("ran"))
+    assert gpu_report.main(["--device", "sim", "--output", str(tmp_path / "sim.json")]) == 2
+    assert "the tests need hypothesis, pandas: pip install '.[test]'" in capsys.readouterr().err
+
+
 def test_check_warns_and_succeeds(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gpu_report.py", "--check", "--output", str(tmp_path / "none.json")]
     done = subprocess.run(command, cwd=digest.ROOT, capture_output=True, text=True, check=True)

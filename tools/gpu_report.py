@@ -12,6 +12,7 @@ either case, and without tests first: a benchmark whose tests were stopped can b
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -35,6 +36,11 @@ REPORT = ROOT / "reports" / "h200.json"
 _FAILURE_LINES = 40
 # A test is in a junit file twice if its teardown fails as well: the worse outcome counts.
 _SEVERITY = ("passed", "skipped", "failed")
+#: What the tests import besides the core's dependencies (extra `test`).
+_NEEDED = (
+    *("pytest", "xdist", "pytest_timeout", "hypothesis", "pandas", "pyarrow", "matplotlib", "rich", "sklearn"),
+    *("gymnasium", "gym_anytrading"),
+)
 
 
 def parse_junit(text: str) -> dict[str, Any]:
@@ -75,6 +81,11 @@ def _node_id(case: ElementTree.Element) -> str:
         return owner or name
     classes = owner.removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
     return "::".join(part for part in (file, classes.replace(".", "::"), name) if part)
+
+
+def missing(packages: Sequence[str] = _NEEDED) -> list[str]:
+    """Those of the packages that cannot be imported here."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def run_tests(markers: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], int]:
@@ -182,6 +193,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace, output: Path) -> int:
+    absent = [] if options.skip_tests else missing()
+    if absent:  # before minutes are spent on tests that cannot run
+        print(f"error: the tests need {', '.join(absent)}: pip install '.[test]', or --skip-tests", file=sys.stderr)
+        return 2
     digest = source_digest()
     peers = load_peers(options.peers) if options.peers else []
     try:
