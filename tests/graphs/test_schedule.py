@@ -25,6 +25,17 @@ def vectors(program: Program, names: str, n: int = 8) -> list[Tensor]:
     return [program.tensor(name, (n,)) for name in names]
 
 
+def join(program: Program, path: list[Tensor], branches: list[Tensor], y: Tensor, a: Tensor) -> None:
+    """Append branches off a path, each a node of its own, and the node that waits for all of them and the path."""
+    for i, branch in enumerate(branches):
+        chain(program, path[i], branch, a, family=replace(OTHER, name=f"branch {i}"))
+    program.launch(
+        OTHER,
+        {"x": path[-1], "y": y, "a": branches[0], "b": 0.0, "n": 8, "accumulate": 0},
+        reads=[path[-1], *branches], writes=[y], label="joint",
+    )  # fmt: skip
+
+
 def test_independent_records_of_one_family_share_a_launch(program: Program) -> None:
     a, x, y, z, w = vectors(program, "axyzw")
     chain(program, x, y, a)
@@ -119,14 +130,7 @@ def test_a_node_further_before_that_waits_for_many_waits_instead(
     start, path, joined = rest[0], rest[1:7], rest[7]
     for x, y in itertools.pairwise([start, *path]):
         chain(program, x, y, a, label=f"path {y.name}")
-    others = rest[8 : 8 + branches]
-    for i, y in enumerate(others):
-        chain(program, path[i], y, a, family=replace(OTHER, name=f"branch {i}"))
-    program.launch(
-        OTHER,
-        {"x": path[-1], "y": joined, "a": others[0], "b": 0.0, "n": 8, "accumulate": 0},
-        reads=[path[-1], *others], writes=[joined], label="joint",
-    )  # fmt: skip
+    join(program, path, rest[8 : 8 + branches], joined, a)
     side, last = rest[12:14]
     chain(program, [start, *path][side_level], side, a, family=replace(OTHER, name="side"), label="side")
     chain(program, joined, last, side, label="last")
@@ -143,14 +147,7 @@ def test_the_memset_is_not_waited_for_instead(program: Program) -> None:
     path, joined, last = rest[:6], rest[6], rest[7]
     for x, y in itertools.pairwise(path):
         chain(program, x, y, a, label=f"path {y.name}")
-    others = rest[8:11]
-    for i, y in enumerate(others):
-        chain(program, path[i], y, a, family=replace(OTHER, name=f"branch {i}"))
-    program.launch(
-        OTHER,
-        {"x": path[-1], "y": joined, "a": others[0], "b": 0.0, "n": 8, "accumulate": 0},
-        reads=[path[-1], *others], writes=[joined], label="joint",
-    )  # fmt: skip
+    join(program, path, rest[8:11], joined, a)
     chain(program, joined, last, a, label="last")
     zeroed = program.tensor("zeroed", (8,), arena=ZEROED)
     chain(program, joined, zeroed, last, accumulate=True, family=EARLY, label="cleared")  # waits for `last` in any case
