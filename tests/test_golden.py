@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxengine.driver import Device
+from fxengine.driver import Device, Target
 from fxengine.golden import GoldenFile
 from fxengine.ops import linear
 from fxengine.ops.linear_tiles import choose_tile, has_warpgroups
@@ -77,6 +77,15 @@ def test_packed_weights_in_every_layer(device: Device, name: str, monkeypatch: p
 
     monkeypatch.setattr(linear, "choose_tile", choose)
     outcome = _verify(name, device, "tf32")
+    assert outcome.failed == [], _worst(outcome)
+
+
+@pytest.mark.parametrize(("arch", "precision"), [("sm_80", "fp32"), ("sm_90", "tf32"), ("sm_120", "bf16")])
+def test_as_planned_for_a_gpu(arch: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles, fusions and launches that a GPU of some generation would be given, on the simulated device."""
+    monkeypatch.setattr(Device, "target", property(lambda _: Target.of(arch)))
+    with Device.open("sim") as device:
+        outcome = _verify("full", device, precision)
     assert outcome.failed == [], _worst(outcome)
 
 
