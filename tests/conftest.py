@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fxengine.driver import Device, DeviceNotFound
+from fxengine.ops.linear_tiles import has_warpgroups
 
 settings.register_profile(
     "fxengine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -26,3 +27,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         pytest.skip(f"no GPU: {error}")
     with opened:
         yield opened
+
+
+@pytest.fixture
+def warpgroups(device: Device) -> Device:
+    """The device, if it runs the kernels of warpgroups."""
+    if device.kind == "cuda" and not has_warpgroups(device.target):
+        pytest.skip(f"{device.label} has no warpgroups")
+    return device

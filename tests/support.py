@@ -1,9 +1,44 @@
-"""Comparison and naming helpers of the tests."""
+"""What tests share: comparison with a reference, and what the simulated device can be asked to be or do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import numpy as np
 from numpy.typing import ArrayLike
+
+from fxengine.driver import Device, Target
+
+#: Orders of threads and blocks, and what shared memory holds before a kernel.
+ORDERS = (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00"))
+
+
+@contextmanager
+def planned_for(target: Target) -> Iterator[Device]:
+    """The simulated device, open, which is planned for as if it were another one."""
+    with patch.object(Device, "target", property(lambda _: target)), Device.open("sim") as device:
+        yield device
+
+
+@contextmanager
+def orders_of_threads(device: Device) -> Iterator[Iterator[None]]:
+    """Turns, each in another of `ORDERS`; just one on a GPU, which chooses its order itself."""
+
+    def turns() -> Iterator[None]:
+        if device.kind == "cuda":
+            yield
+            return
+        for schedule, poison in ORDERS:
+            device.driver.raw.set_schedule(schedule, poison=poison)
+            yield
+
+    try:
+        yield turns()
+    finally:
+        if device.kind == "sim":
+            device.driver.raw.set_schedule("greedy", poison="off")
 
 
 def assert_close(

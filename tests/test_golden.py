@@ -10,8 +10,9 @@ import pytest
 from fxengine.driver import Device, Target
 from fxengine.golden import GoldenFile
 from fxengine.ops import linear
-from fxengine.ops.linear_tiles import choose_tile, has_warpgroups
+from fxengine.ops.linear_tiles import choose_tile
 from fxengine.verify import Outcome, verify
+from tests.support import planned_for
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("aux_closed", "bare", "cold_odd", "edges", "full", "skip")
@@ -67,24 +68,21 @@ def test_reduced_precision(device: Device, name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cold_odd", "full"])
-def test_packed_weights_in_every_layer(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_in_every_layer(warpgroups: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of warpgroups, which large batches alone would choose: of all sizes, with all that a step does."""
-    if device.kind == "cuda" and not has_warpgroups(device.target):
-        pytest.skip(f"{device.label} has no warpgroups")
 
     def choose(*sizes: Any, precision: str, **options: Any) -> str:
         return "w64x64" if precision == "tf32" else choose_tile(*sizes, precision=precision, **options)
 
     monkeypatch.setattr(linear, "choose_tile", choose)
-    outcome = _verify(name, device, "tf32")
+    outcome = _verify(name, warpgroups, "tf32")
     assert outcome.failed == [], _worst(outcome)
 
 
 @pytest.mark.parametrize(("arch", "precision"), [("sm_80", "fp32"), ("sm_90", "tf32"), ("sm_120", "bf16")])
-def test_as_planned_for_a_gpu(arch: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_planned_for_a_gpu(arch: str, precision: str) -> None:
     """Tiles, fusions and launches that a GPU of some generation would be given, on the simulated device."""
-    monkeypatch.setattr(Device, "target", property(lambda _: Target.of(arch)))
-    with Device.open("sim") as device:
+    with planned_for(Target.of(arch)) as device:
         outcome = _verify("full", device, precision)
     assert outcome.failed == [], _worst(outcome)
 

@@ -18,25 +18,23 @@ from fxengine.nets.builder import StepBuilder
 from fxengine.nets.step import specified_step
 from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.oracles import reference_p99
-from tests.nets.whole import (
-    BARE,
-    EVERYTHING,
-    changed,
-    feed,
-    load,
-    make,
-    resident,
-    restore,
-    run,
-    snapshot,
-    step_config,
-    trained,
-)
-from tests.reference.cases import random_case
+from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, step_config, trained
+from tests.reference.cases import random_batch, random_case
 from tests.reference.config import FAMILIES, GROUPS, Config, Tree, bound_slot, group_shapes
 
+ROWS = 40
 QUEUED = 64
 EVERY = 3
+
+
+def resident(config: Config = EVERYTHING, seed: int = 5) -> dict[str, np.ndarray]:
+    """Rows of every input but the quantile fractions, which the device draws."""
+    batch = random_batch(np.random.default_rng(seed), replace(config, batch=ROWS))
+    return {
+        name: x.astype(np.int32 if x.dtype.kind == "i" else np.float32)
+        for name, x in batch.items()
+        if not name.startswith("tau")
+    }
 
 
 def drawing(device: Device, *, config: Config = EVERYTHING, **options: Any) -> Engine:

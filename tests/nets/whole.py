@@ -14,7 +14,6 @@ from fxengine.graphs import Tensor
 from fxengine.ops.step import COUNTERS
 from fxengine.signals import HOST_SLOTS
 from fxengine.train.groups import ParamGroup
-from tests.reference.cases import random_batch
 from tests.reference.config import Config, Tree
 from tests.reference.step import State
 
@@ -35,14 +34,6 @@ FEED = ("tau", "tau_target")
 def step_config(config: Config) -> StepConfig:
     """The same sizes as the engine takes them."""
     return StepConfig(**asdict(config))
-
-
-def resident(config: Config = EVERYTHING, rows: int = 40, seed: int = 5) -> Tree:
-    """Rows of every input but the quantile fractions, which the device draws."""
-    batch = random_batch(np.random.default_rng(seed), replace(config, batch=rows))
-    return {
-        name: x.astype(np.int32 if x.dtype.kind == "i" else np.float32) for name, x in batch.items() if name not in FEED
-    }
 
 
 def make(device: Device, config: Config = EVERYTHING, **options: Any) -> Engine:

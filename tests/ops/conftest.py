@@ -1,19 +1,8 @@
-"""Kernels that only an sm_90 has, and the simulated device."""
+"""Tiles that only an sm_90 and the simulated device have."""
 
 from __future__ import annotations
 
 import pytest
-
-from fxengine.driver import Device
-from fxengine.ops.linear_tiles import has_warpgroups
-
-
-@pytest.fixture
-def warpgroups(device: Device) -> Device:
-    """The device, if it runs the kernels of warpgroups."""
-    if device.kind == "cuda" and not has_warpgroups(device.target):
-        pytest.skip(f"{device.label} has no warpgroups")
-    return device
 
 
 @pytest.fixture(autouse=True)

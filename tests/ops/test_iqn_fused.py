@@ -14,6 +14,8 @@ from fxengine.graphs import Plan, Program, Tensor
 from fxengine.nets import iqn as nets_iqn
 from fxengine.ops import iqn_fused, iqn_warpgroup, linear, linear_tiles
 from fxengine.train.decomposition import COMPONENTS
+from tests.support import orders_of_threads
+from tools.bench_step import random_rows
 
 PRECISIONS = ("tf32", "bf16")
 
@@ -175,18 +177,12 @@ def test_warpgroups_take_several_groups_of_rows(warpgroups: Device) -> None:
     assert net.program.launches[-1].fields["blocks"] == 1
     expected = net.reference("tf32")
     results = set()
-    orders = (("greedy", "off"), ("reverse", "ff"), ("random:1", "ff")) if warpgroups.kind == "sim" else ((None, None),)
-    try:
-        for schedule, poison in orders:
-            if schedule:
-                warpgroups.driver.raw.set_schedule(schedule, poison=poison)
+    with orders_of_threads(warpgroups) as turns:
+        for _ in turns:
             found = net.run(theta, hidden)
             close(found[0], expected.theta, "tf32", "theta")
             close(found[1], expected.hidden, "tf32", "hidden")
             results.add(b"".join(array.tobytes() for array in found))
-    finally:
-        if warpgroups.kind == "sim":
-            warpgroups.driver.raw.set_schedule("greedy", poison="off")
     assert len(results) == 1
 
 
@@ -357,16 +353,12 @@ def test_order_of_the_threads_does_not_change_the_gradients_by_warpgroups(
     """Barriers are where they are needed, and nothing is read that was not written before."""
     if device.kind != "sim":
         pytest.skip("only the simulated device can choose the order of threads")
-    simulator = device.driver.raw
     dtheta = np.random.default_rng(6).normal(size=(batch * quantiles, SMALL.outputs)).astype(np.float32)
     found = set()
-    try:
-        for schedule, poison in (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00")):
-            simulator.set_schedule(schedule, poison=poison)
+    with orders_of_threads(device) as turns:
+        for _ in turns:
             gradients = gradients_by_warpgroups(device, dtheta, quantiles=quantiles)
             found.add(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
-    finally:
-        simulator.set_schedule("greedy", poison="off")
     assert len(found) == 1
 
 
@@ -543,21 +535,7 @@ def whole_step(
     device: Device, precision: str, config: StepConfig = CONFIG
 ) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, int]]:
     """Gradients, target values and the decomposition of one step; and the kernels that it launched."""
-    rng = np.random.default_rng(0)
-    data = {
-        "state": rng.standard_normal((40, config.state)),
-        "next_state": rng.standard_normal((40, config.state)),
-        "reward": rng.standard_normal(40),
-        "discount": np.full(40, 0.97),
-        "weight": np.ones(40),
-        "actions": np.stack([rng.integers(0, n, 40) for n in config.branches], axis=1),
-        "nb_label": rng.integers(-1, 2, 40),
-        "regime_label": rng.integers(-1, config.regimes, 40),
-        "ofi": rng.standard_normal((40, config.ofi)),
-        "next_ofi": rng.standard_normal((40, config.ofi)),
-    }
-    arrays = {name: a.astype(np.float32 if a.dtype.kind == "f" else np.int32) for name, a in data.items()}
-    with Engine(config, device=device, data=arrays, precision=precision, guard=True) as engine:
+    with Engine(config, device=device, data=random_rows(config, 40), precision=precision, guard=True) as engine:
         engine.signals.override("iqn_readiness", 0.6)
         engine.step(decompose=True)
         engine.check_guards()

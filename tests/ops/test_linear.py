@@ -16,7 +16,7 @@ from fxengine.graphs import Plan, Program, Tensor
 from fxengine.ops import linear
 from fxengine.ops.linear import Activation
 from fxengine.ops.linear_tiles import served
-from tests.support import assert_close
+from tests.support import assert_close, orders_of_threads
 
 Array = NDArray[np.float32]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "elu", "relu", "tanh")
@@ -469,7 +469,6 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str
     """A missing barrier, or a sum in order of arrival, would show when threads and blocks run in another order."""
     if device.kind != "sim":
         pytest.skip("only the simulated device can choose the order of threads")
-    simulator = device.driver.raw
     bench = Bench(device, precision)
     shape = linear.TILES[precision][tile]
     m, n, k = shape.rows + 1, shape.columns + 1, 2 * shape.depth + 3
@@ -477,14 +476,10 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str
     results += add_dw(bench, k, m, n, 5, tile=dw_tile(tile))
     results += add_dw(bench, k, m, n, 5, slices=3, tile=dw_tile(tile))
     found = set()
-    try:
-        with Plan(bench.program, device) as plan, device.stream() as stream:
-            for schedule, poison in (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", "00")):
-                simulator.set_schedule(schedule, poison=poison)
-                plan.run(stream=stream)
-                stream.synchronize()
-                found.add(b"".join(read(plan, t).tobytes() for t, _, _ in results))
-                forget(plan, [t for t, _, _ in results])
-    finally:
-        simulator.set_schedule("greedy", poison="off")
+    with Plan(bench.program, device) as plan, device.stream() as stream, orders_of_threads(device) as turns:
+        for _ in turns:
+            plan.run(stream=stream)
+            stream.synchronize()
+            found.add(b"".join(read(plan, t).tobytes() for t, _, _ in results))
+            forget(plan, [t for t, _, _ in results])
     assert len(found) == 1
