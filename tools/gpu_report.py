@@ -193,6 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace, output: Path) -> int:
+    if options.tests_only and options.peers:
+        print("error: --tests-only adds tests to a report; times of peers go in with its benchmark", file=sys.stderr)
+        return 2
     absent = [] if options.skip_tests else missing()
     if absent:  # before minutes are spent on tests that cannot run
         print(f"error: the tests need {', '.join(absent)}: pip install '.[test]', or --skip-tests", file=sys.stderr)

@@ -12,13 +12,14 @@
 //     T::Sums                   what a thread holds of the sums; starts as zeros
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
+//     T::WHOLE                  whether all tiles of the record are whole and all rows aligned (LinearWhole)
 //     T::PACKED                 whether B is packed weights (pack.cuh), INNER in either kernel
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
-//                               threads ask for alike; with SUM (A not inner, count <= 1) also the row sums of A. It
-//                               calls ready() once, before it reads A or a scale. Without SUM, B are weights, which
-//                               no direct predecessor writes (Family.early): they may be read earlier
+//                               threads ask for alike; with SUM (A not inner, count <= 1, no scale) also the row sums
+//                               of A. It calls ready() once, before it reads A or a scale. Without SUM, B are weights,
+//                               which no direct predecessor writes (Family.early): they may be read earlier
 //     T::outputs<UNROLL>(sums, shared, fetch, use)
 //                               calls use(row, column, values, more) for every run of neighbouring outputs of the
 //                               thread; more is what fetch(row, column, more) has read, for UNROLL runs at once
@@ -50,6 +51,14 @@
 #else
 #define FX_UNROLL _Pragma("unroll")
 #endif
+
+// The tile type to take for records whose results are whole tiles, with all rows of all matrices starting at 16 bytes
+// (`whole`, ops/linear.py): that asks for no bounds, which is half of what a thread of a small tile does.
+template <class T>
+struct LinearWhole {
+    typedef T Tile;
+    static constexpr bool EXISTS = false;
+};
 
 // Whether rows that start at p, ld elements apart, can be read four floats at a time.
 __device__ __forceinline__ bool fx_quads(const float* p, int ld) {
@@ -411,6 +420,7 @@ struct LinearTile {
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
     static constexpr bool BY_ROWS = GROUPS > 1;
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
+    static constexpr bool WHOLE = false;
     static constexpr bool PACKED = false;
     static constexpr bool ROUNDED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");

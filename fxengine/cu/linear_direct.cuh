@@ -6,7 +6,7 @@
 #include "linear_fragments.cuh"
 
 // R rows of one operand, as one lane of a warp reads them: four neighbouring k of rows 16 i + h + `row`.
-template <int R, bool INNER>
+template <int R, bool INNER, bool WHOLE>
 struct LinearDirect {
     static constexpr int ROWS = R / 8;  // of this lane
     const float* p;  // element (row, k)
@@ -17,7 +17,9 @@ struct LinearDirect {
     __device__ __forceinline__ LinearDirect() {}
     __device__ __forceinline__ LinearDirect(const LinearView& v, int row, int k) : ld(v.ld) {
         left = v.rows - row;
-        if constexpr (INNER) {
+        if constexpr (WHOLE) {
+            whole = true;
+        } else if constexpr (INNER) {
             whole = fx_quads(v.p, ld) && v.rows >= R;
         } else {
             whole = ((reinterpret_cast<u64>(v.p) | static_cast<u64>(ld) * 4) & 7) == 0 && v.rows >= R;
@@ -45,10 +47,10 @@ struct LinearDirect {
                 }
             }
         } else {
-            const bool quads = INNER && fx_quads(p, ld);
+            const bool quads = INNER && (WHOLE || fx_quads(p, ld));
             FX_UNROLL
             for (int i = 0; i < ROWS; ++i) {
-                const int exist = offset(i) < left ? k_left : 0;
+                const int exist = WHOLE || offset(i) < left ? k_left : 0;
                 if constexpr (INNER) {
                     fx_load(held[i], p + static_cast<long long>(offset(i)) * ld, exist, quads);
                 } else {
@@ -63,8 +65,9 @@ struct LinearDirect {
     }
 };
 
-template <int WORD, int BM_, int BN_>
+template <int WORD, int BM_, int BN_, bool WHOLE_ = false>
 struct DirectTile {
+    static constexpr bool WHOLE = WHOLE_;
     static constexpr int BM = BM_;
     static constexpr int BN = BN_;
     static constexpr int BK = 128;
@@ -86,8 +89,8 @@ struct DirectTile {
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*, Ready ready) {
-        typedef LinearDirect<BM, A_INNER> A;
-        typedef LinearDirect<BN, B_INNER> B;
+        typedef LinearDirect<BM, A_INNER, WHOLE> A;
+        typedef LinearDirect<BN, B_INNER, WHOLE> B;
         const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
         const int row = 2 * (lane >> 2), k = 4 * (lane & 3);
         A a;
@@ -112,9 +115,11 @@ struct DirectTile {
         // Makes a and b ready to read this warp's next step; false if there is none.
         const auto advance = [&] {
             depth -= BK;
-            while (depth <= 0 && begun < count) {
-                begin();
-                settle();
+            if constexpr (!SUM) {
+                while (depth <= 0 && begun < count) {
+                    begin();
+                    settle();
+                }
             }
             return depth > 0;
         };
@@ -155,7 +160,10 @@ struct DirectTile {
                     sums.acc,
                     [&](int i, float(&v)[2][4]) {
                         FX_UNROLL
-                        for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = scale[n] * held_a[n][2 * i + e / 4][e % 4];
+                        for (int e = 0; e < 8; ++e) {
+                            const float held = held_a[n][2 * i + e / 4][e % 4];
+                            v[e / 4][e % 4] = SUM ? held : scale[n] * held;
+                        }
                     },
                     [&](int j, float(&v)[2][4]) {
                         FX_UNROLL
@@ -181,7 +189,13 @@ struct DirectTile {
         float* part = shared + (thread >> 5 << 2 | (lane & 3)) * BM + 2 * (lane >> 2);
         __syncthreads();
         FX_UNROLL
-        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<BM, false>::offset(i)] = sums.row[i];
+        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<BM, false, WHOLE>::offset(i)] = sums.row[i];
         return fx_linear_parts_sum<DirectTile>(shared, 32);
     }
+};
+
+template <int WORD, int BM, int BN>
+struct LinearWhole<DirectTile<WORD, BM, BN>> {
+    typedef DirectTile<WORD, BM, BN, true> Tile;
+    static constexpr bool EXISTS = true;
 };

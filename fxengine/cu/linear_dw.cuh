@@ -34,6 +34,7 @@ struct LinearDw {
     int k2;
     int slices;
     int accumulate;
+    int whole;  // see LinearWhole; slices is 1 then
 };
 
 // One tile of dw: where it starts, what it reads and which part of it exists.
@@ -63,10 +64,10 @@ struct LinearDwTile {
 template <class T, int W>
 __device__ __forceinline__ void fx_linear_dw_store(const LinearDw& r, const LinearDwTile<T>& t, int row, int column,
                                                    float (&v)[W], FxSquares& squares) {
-    const int left = t.n0 + row < r.n ? t.columns - column : 0;
+    const int left = T::WHOLE ? W : t.n0 + row < r.n ? t.columns - column : 0;
     float* tile = fx_global(r.dw) + static_cast<long long>(t.n0) * r.lddw + t.column0;
     float* dw = tile + static_cast<long long>(row) * r.lddw + column;
-    const bool quads = fx_quads(tile, r.lddw);
+    const bool quads = T::WHOLE || fx_quads(tile, r.lddw);
     if (r.accumulate) {
         float before[W];
         fx_load(before, dw, left, quads);
@@ -105,8 +106,9 @@ template <class T>
 __device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, typename T::Sums& sums, float* shared) {
     const LinearDwTile<T> t(r, tile);
     // Slices are whole stages long; the last ones may be short or empty.
-    const int length = ((r.m + r.slices - 1) / r.slices + T::BK - 1) / T::BK * T::BK;
-    const long long from = static_cast<long long>(t.slice) * length;
+    const int slices = T::WHOLE ? 1 : r.slices;
+    const int length = ((r.m + slices - 1) / slices + T::BK - 1) / T::BK * T::BK;
+    const long long from = static_cast<long long>(T::WHOLE ? 0 : t.slice) * length;
     const int begin = from < r.m ? static_cast<int>(from) : r.m;
     const int end = r.m - begin < length ? r.m : begin + length;
     const auto slice = [&](int) {
@@ -128,7 +130,7 @@ __device__ __forceinline__ bool fx_linear_dw_results(const LinearDw& r, const Li
                                                      const typename T::Sums& sums, float* shared, FxSquares& squares) {
     const bool with_bias = r.db && t.column0 == 0;
     const auto nothing = [](int, int, auto&) {};
-    if (r.slices == 1) {
+    if (T::WHOLE || r.slices == 1) {
         T::template outputs<1>(sums, shared, nothing, [&](int row, int column, auto& v, const auto&) {
             fx_linear_dw_store(r, t, row, column, v, squares);
         });
@@ -183,5 +185,7 @@ __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
     __shared__ LinearDw place;
     int tile;
     const LinearDw& r = fx_record(table, count, tile, place);
-    fx_linear_dw_tile<T>(r, tile, fx_linear_shared<T>());
+    float* const shared = fx_linear_shared<T>();
+    if (!LinearWhole<T>::EXISTS || !r.whole) return fx_linear_dw_tile<T>(r, tile, shared);
+    fx_linear_dw_tile<typename LinearWhole<T>::Tile>(r, tile, shared);
 }

@@ -26,6 +26,7 @@ struct LinearDx {
     int ldx;
     int lddx;
     int accumulate;
+    int whole;  // see LinearWhole
 };
 
 template <int KIND, int W>
@@ -58,8 +59,8 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
             const LinearCorner<T> at = corner();
             const LinearRun<T> run;
             const int row = at.row + run.row, column = at.column + run.column;
-            fx_load(x, fx_global(r.x) + static_cast<long long>(row) * r.ldx + column, row < r.m ? r.k - column : 0,
-                    fx_quads(r.x, r.ldx));
+            fx_load(x, fx_global(r.x) + static_cast<long long>(row) * r.ldx + column,
+                    T::WHOLE ? T::WIDTH : row < r.m ? r.k - column : 0, T::WHOLE || fx_quads(r.x, r.ldx));
         }
     };
     T::template add<false, true, false>(sums, r.sources, source, shared, ready);
@@ -67,10 +68,11 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     const LinearCorner<T> at = corner();
     // Out of the record, which would be read again after every store.
     const int rows = r.m - at.row, columns = r.k - at.column, lddx = r.lddx, ldx = r.ldx, activation = r.activation;
-    const bool accumulate = r.accumulate != 0, quads = fx_quads(r.dx, lddx), quads_x = fx_quads(r.x, ldx);
+    const bool accumulate = r.accumulate != 0, quads = T::WHOLE || fx_quads(r.dx, lddx);
+    const bool quads_x = T::WHOLE || fx_quads(r.x, ldx);
     float* const dx = fx_global(r.dx) + static_cast<long long>(at.row) * lddx + at.column;
     const float* const input = fx_global(r.x) + static_cast<long long>(at.row) * ldx + at.column;
-    const auto exist = [&](int row, int column) { return row < rows ? columns - column : 0; };
+    const auto exist = [&](int row, int column) { return T::WHOLE ? T::WIDTH : row < rows ? columns - column : 0; };
     const auto fetch = [&](int row, int column, auto& output) {  // of the activation
         if constexpr (T::SINGLE) {
             FX_UNROLL
@@ -103,5 +105,7 @@ __device__ __forceinline__ void fx_linear_dx(const LinearDx* table, int count) {
     __shared__ LinearDx place;
     int tile;
     const LinearDx& r = fx_record(table, count, tile, place);
-    fx_linear_dx_tile<T>(r, tile, fx_linear_shared<T>());
+    float* const shared = fx_linear_shared<T>();
+    if (LinearWhole<T>::EXISTS && r.whole) return fx_linear_dx_tile<typename LinearWhole<T>::Tile>(r, tile, shared);
+    fx_linear_dx_tile<T>(r, tile, shared);
 }

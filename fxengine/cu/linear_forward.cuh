@@ -23,6 +23,7 @@ struct LinearForward {
     int k2;
     int activation;  // FxActivation
     int accumulate;
+    int whole;  // see LinearWhole
 };
 
 template <int KIND, bool FAST, int W>
@@ -50,7 +51,7 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     float bias[T::WIDTH] = {};  // of the thread's columns
     const auto fetch_bias = [&] {
         const int column = corner().column + LinearRun<T>().column;
-        if (r.b) fx_load(bias, fx_global(r.b) + column, r.n - column, false);
+        if (r.b) fx_load(bias, fx_global(r.b) + column, T::WHOLE ? T::WIDTH : r.n - column, T::WHOLE);
     };
     __shared__ float4 bias_quads[T::BY_ROWS ? 1 : T::BN / 4];  // of the tile's columns; the product begins with a barrier
     float* const biases = reinterpret_cast<float*>(bias_quads);
@@ -70,10 +71,10 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     const LinearCorner<T> at = corner();
     // Out of the record, which would be read again after every store.
     const int rows = r.m - at.row, columns = r.n - at.column, ldy = r.ldy, activation = r.activation;
-    const bool accumulate = r.accumulate != 0, quads = fx_quads(r.y, ldy);
+    const bool accumulate = r.accumulate != 0, quads = T::WHOLE || fx_quads(r.y, ldy);
     float* const y = fx_global(r.y) + static_cast<long long>(at.row) * ldy + at.column;
     const auto place = [&](int row, int column) { return y + static_cast<long long>(row) * ldy + column; };
-    const auto exist = [&](int row, int column) { return row < rows ? columns - column : 0; };
+    const auto exist = [&](int row, int column) { return T::WHOLE ? T::WIDTH : row < rows ? columns - column : 0; };
     const auto fetch = [&](int row, int column, auto& before) {
         if (accumulate) fx_load(before, place(row, column), exist(row, column), quads);
     };
@@ -98,5 +99,7 @@ __device__ __forceinline__ void fx_linear_forward(const LinearForward* table, in
     __shared__ LinearForward place;
     int tile;
     const LinearForward& r = fx_record(table, count, tile, place);
-    fx_linear_forward_tile<T>(r, tile, fx_linear_shared<T>());
+    float* const shared = fx_linear_shared<T>();
+    if (LinearWhole<T>::EXISTS && r.whole) return fx_linear_forward_tile<typename LinearWhole<T>::Tile>(r, tile, shared);
+    fx_linear_forward_tile<T>(r, tile, shared);
 }

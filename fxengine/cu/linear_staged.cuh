@@ -127,6 +127,7 @@ struct StagedTile {
     static constexpr int WIDTH = 4;
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
+    static constexpr bool WHOLE = false;
     static constexpr bool PACKED = false;
     static constexpr bool ROUNDED = true;
     static constexpr int AHEAD = STAGES - 1;

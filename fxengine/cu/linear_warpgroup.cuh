@@ -43,6 +43,7 @@ struct WarpgroupTile {
     static constexpr int WIDTH = 4;
     static constexpr bool BY_ROWS = false;
     static constexpr bool SINGLE = false;
+    static constexpr bool WHOLE = false;
     static constexpr bool PACKED = true;
     static constexpr bool ROUNDED = true;
     static_assert(BM % 64 == 0, "warpgroups");

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,10 +244,11 @@ class Plan:
                 self._buffers[storage.name].write(np.ascontiguousarray(storage.data).reshape(-1).view(np.uint8))
 
     def _bind(self, guard: bool) -> tuple[Step, ...]:
-        sources: list[str | KernelSource] = [_source(p.family) for node in self.nodes for p in node.parts]
-        sources += [fused_source(node.parts) for node in self.nodes if len(node.parts) > 1]
-        self.device.compile_all(sources)
-        bound = [self._kernel(node) for node in self.nodes]
+        families = dict.fromkeys(p.family for node in self.nodes for p in node.parts)
+        sources = {family: _source(family) for family in families}
+        fused = [fused_source(node.parts) for node in self.nodes if len(node.parts) > 1]
+        self.device.compile_all([*sources.values(), *fused])
+        bound = [self._kernel(node, sources) for node in self.nodes]
         sizes = [table.nbytes for _, tables, _ in bound for table in tables]
         arena = self._arenas["tables"] = Arena(
             self.device, "tables", Arena.required(tuple(sizes), guard=guard), guard=guard
@@ -272,12 +273,14 @@ class Plan:
             steps.append(Step(node, kernel, kernel.bind(*arguments), blocks, shared))
         return tuple(steps)
 
-    def _kernel(self, node: Node) -> tuple[Kernel | None, list[NDArray[Any]], int]:
+    def _kernel(
+        self, node: Node, sources: Mapping[Family, str | KernelSource]
+    ) -> tuple[Kernel | None, list[NDArray[Any]], int]:
         """Kernel of a node, record tables of its parts, and the number of blocks."""
         tables: list[NDArray[Any]] = []
         blocks = 0
         for part in node.parts:
-            module = self.device.module(_source(part.family))
+            module = self.device.module(sources[part.family])
             table, blocks = self._table(part.records, module.struct(part.family.struct), blocks)
             tables.append(table)
         if not tables:
@@ -285,7 +288,7 @@ class Plan:
         if len(tables) > 1:
             return fused_kernel(self.device, node.parts), tables, blocks
         family = node.parts[0].family
-        return self.device.module(_source(family)).kernel(family.kernel), tables, blocks
+        return self.device.module(sources[family]).kernel(family.kernel), tables, blocks
 
     def _table(self, records: Sequence[Launch], struct: np.dtype[Any], blocks: int) -> tuple[NDArray[Any], int]:
         """Records as the kernel reads them, from block number `blocks` on; and the number of the block after them."""

@@ -88,6 +88,11 @@ class Tensor:
         """Whether the elements follow each other without gaps."""
         return len(self.shape) < 2 or self.ld == self.shape[-1] or math.prod(self.shape[:-1]) == 1
 
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows start at multiples of 16 bytes, so that kernels can read four numbers at once."""
+        return self.offset % _QUAD == 0 and (len(self.shape) < 2 or self.ld % _QUAD == 0)
+
     def columns(self, start: int, stop: int) -> Tensor:
         """Columns start..stop-1 of a matrix, as a strided view."""
         if len(self.shape) != 2 or not 0 <= start < stop <= self.shape[1]:

@@ -120,26 +120,43 @@ def forward(
         greedy: give the greedy actions too; fused, they and q are all there is.
         fused: what follows the hidden layer of a branch is one launch (`fuses`).
     """
-    flow = p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None
+    rows, sizes = h2.shape[0], config.branches
+    start = _Start(
+        flow=p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None,
+        value_hidden=p.linear(h2, "v1", activation="relu", siblings=_siblings(p, config), name="v1"),
+        q=p.tensor("q", rows, sum(sizes)),
+        best=p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None,
+        policy=p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None,
+    )
     if fused:
         assert not isinstance(wire, Tensor)
-        return _fused(p, config, h2, wire, flow, greedy)
+        return _fused(p, config, h2, wire, start)
     assert not isinstance(wire, Wire)
-    return _layer_by_layer(p, config, h2, wire, flow, greedy)
+    return _layer_by_layer(p, config, h2, wire, start)
 
 
-def _layer_by_layer(
-    p: Pass, config: StepConfig, h2: Tensor, wire: Tensor | None, flow: Tensor | None, greedy: bool
-) -> BranchedHeads:
-    rows, sizes, siblings = h2.shape[0], config.branches, _siblings(p, config)
-    hidden = p.linear(h2, "v1", activation="relu", siblings=siblings, name="v1")
-    v = p.linear(hidden, "v2", name="v2")
-    q, lse = p.tensor("q", rows, sum(sizes)), p.tensor("lse", rows, sum(sizes))
-    best = p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None
-    policy = p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None
+@dataclass(frozen=True)
+class _Start:
+    """What the heads begin with, however the rest is made: embedded order flow, the value head's hidden layer, and
+    places for the values [B, Σn_d], the greedy actions (None: not wanted) and branch 0's policy."""
+
+    flow: Tensor | None
+    value_hidden: Tensor
+    q: Tensor
+    best: Tensor | None
+    policy: Tensor | None
+
+    def best_of(self, d: int) -> Tensor | None:
+        return self.best.columns(d, d + 1) if self.best else None
+
+
+def _layer_by_layer(p: Pass, config: StepConfig, h2: Tensor, wire: Tensor | None, start: _Start) -> BranchedHeads:
+    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(p, config)
+    v = p.linear(start.value_hidden, "v2", name="v2")
+    lse = p.tensor("lse", *q.shape)
     adv = []
     for d in range(len(sizes)):
-        beside = wire if d == 0 else policy if d == 1 else flow
+        beside = wire if d == 0 else policy if d == 1 else start.flow
         x = h2 if beside is None else (h2, beside)
         hidden = p.linear(x, f"b{d}fc", activation="relu", siblings=siblings, name=f"b{d}fc")
         adv.append(p.linear(hidden, f"b{d}out", name=f"b{d}out"))
@@ -150,32 +167,27 @@ def _layer_by_layer(
             _columns(q, sizes, d),
             lse=_columns(lse, sizes, d),
             policy=policy if d == 0 else None,
-            best=best.columns(d, d + 1) if best else None,
+            best=start.best_of(d),
             v_min=config.v_min,
             v_max=config.v_max,
             label=f"q{d}{p.suffix}",
         )
-    return BranchedHeads(q, sizes, Heads(v, tuple(adv), q, lse), best)
+    return BranchedHeads(q, sizes, Heads(v, tuple(adv), q, lse), start.best)
 
 
-def _fused(
-    p: Pass, config: StepConfig, h2: Tensor, wire: Wire | None, flow: Tensor | None, greedy: bool
-) -> BranchedHeads:
+def _fused(p: Pass, config: StepConfig, h2: Tensor, wire: Wire | None, start: _Start) -> BranchedHeads:
     """The wire and the policy come late: who reads them finishes its hidden layer."""
-    rows, sizes, siblings = h2.shape[0], config.branches, _siblings(p, config)
-    value_hidden = p.linear(h2, "v1", activation="relu", siblings=siblings, name="v1")
-    q = p.tensor("q", rows, sum(sizes))
-    best = p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None
-    policy = p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None
+    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(p, config)
+    rows, greedy = q.shape[0], start.best is not None
     v = lse = None
     if not greedy:
-        v = p.linear(value_hidden, "v2", y=p.tensor("v2", rows, config.atoms), name="v2")
-        lse = p.tensor("lse", rows, sum(sizes))
+        v = p.linear(start.value_hidden, "v2", y=p.tensor("v2", rows, config.atoms), name="v2")
+        lse = p.tensor("lse", *q.shape)
     outputs = []
     for d, n in enumerate(sizes):
         y = late = None
         beside: Wire | Tensor | None = None
-        x: Tensor | None = flow if d not in _LATE else None
+        x: Tensor | None = start.flow if d not in _LATE else None
         if d in _LATE and extra_columns(config, d):
             y, late = p.begin_linear(h2, f"b{d}fc", siblings=siblings, name=f"b{d}fc")
             beside = wire if d == 0 else policy
@@ -189,7 +201,7 @@ def _fused(
             outputs.append(adv)
         heads.forward(
             p.program,
-            heads.Value(value_hidden, p.weight("w_v2"), p.weight("b_v2"), v if d == 0 else None),
+            heads.Value(start.value_hidden, p.weight("w_v2"), p.weight("b_v2"), v if d == 0 else None),
             heads.Branch(
                 hidden,
                 p.weight(f"w_b{d}out"),
@@ -199,7 +211,7 @@ def _fused(
                 adv=adv,
                 lse=_columns(lse, sizes, d) if lse else None,
                 policy=policy if d == 0 else None,
-                best=best.columns(d, d + 1) if best else None,
+                best=start.best_of(d),
             ),
             beside=beside,
             keep=p.trained,
@@ -208,7 +220,7 @@ def _fused(
             siblings=_passes(p) * max(1, len(sizes) - 1),
             label=f"q{d}{p.suffix}",
         )
-    return BranchedHeads(q, sizes, Heads(v, tuple(outputs), q, lse) if lse else None, best)
+    return BranchedHeads(q, sizes, Heads(v, tuple(outputs), q, lse) if lse else None, start.best)
 
 
 def _passes(p: Pass) -> int:

@@ -135,10 +135,11 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         given = (p.program, dtheta, tau, h, weights, stored)
         name = f"{gradients.prefix}iqn.bwd"
         into_h: dict[str, Any] = {}
-        apart = bool(p.tape.tracked(h) and scale and wanted and _apart(p, net, h))
-        if apart:
-            gradients.settle(h)  # what is owed by now, which is there early, need not wait for what comes from here
+        apart = False
         if p.tape.tracked(h):
+            apart = wanted is not None and _apart(p, net, h)
+            if apart:
+                gradients.settle(h)  # what is owed by now, which is there early, need not wait for what comes from here
             dh, accumulate = gradients.contribute(h)
             weight, readiness = scale or (None, None)
             into_h = {"dh2": dh, "weight": weight, "readiness": readiness}

@@ -223,8 +223,7 @@ def forward(
     height = next((h for h in heights if -(-rows // h) * siblings <= room), heights[-1])
     if compiled is None:
         compiled = program.target.kind == "cuda"
-    operands = (value.hidden, value.w, branch.hidden, branch.w)
-    compiled = compiled and all(t.ld % 4 == 0 and t.offset % 4 == 0 for t in operands)
+    compiled = compiled and all(t.aligned for t in (value.hidden, value.w, branch.hidden, branch.w))
     wire = beside if isinstance(beside, Wire) else None
     others = beside if isinstance(beside, Tensor) else None
     early = others is not None

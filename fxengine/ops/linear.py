@@ -145,6 +145,7 @@ def forward(
     )
     if TILES[mode][name].warpgroups:
         w = packed(program, w, k2=k - x1.shape[1])
+    shape, tensors = TILES[mode][name], (x1, x2, w, b, y)
     fields = {
         **_operand("x", x1),
         **_operand("x2", x2),
@@ -158,6 +159,7 @@ def forward(
         "k2": k - x1.shape[1],
         "activation": code,
         "accumulate": int(accumulate),
+        "whole": int(_whole((m, shape.rows), (n, shape.columns), tensors=tensors)),
     }
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
@@ -224,6 +226,7 @@ def backward_dx(
     )
     if TILES[mode][name].warpgroups:
         sources = [(dy_i, packed_transpose(program, w_i), scale_i) for dy_i, w_i, scale_i in sources]
+    shape, tensors = TILES[mode][name], (x, dx, *(t for dy_i, w_i, _ in sources for t in (dy_i, w_i)))
     fields = {
         "dy": [dy_i for dy_i, _, _ in sources],
         "w": [w_i for _, w_i, _ in sources],
@@ -238,6 +241,7 @@ def backward_dx(
         "k": k,
         "activation": code,
         "accumulate": int(accumulate),
+        "whole": int(_whole((m, shape.rows), (k, shape.columns), tensors=tensors)),
     }
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
@@ -293,6 +297,7 @@ def backward_dw(
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
     shape = TILES[mode][name]
+    columns_whole = [(c, shape.columns) for c in columns]
     parts = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)
@@ -316,10 +321,16 @@ def backward_dw(
         "k2": k - x1.shape[1],
         "slices": slices,
         "accumulate": int(accumulate),
+        "whole": int(slices == 1 and _whole((n, shape.rows), *columns_whole, tensors=(dy, x1, x2, dw))),
     }
     before = [dw, db] if accumulate else []
     writes = [dw, db, parts, arrived]
     return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
+
+
+def _whole(*sizes: tuple[int, int], tensors: Sequence[Tensor | None]) -> bool:
+    """Whether every size is a multiple of what it is given with, and all rows are aligned."""
+    return all(n % unit == 0 for n, unit in sizes) and all(t is None or t.aligned for t in tensors)
 
 
 # -- references ---------------------------------------------------------------------------------------------

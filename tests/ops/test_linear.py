@@ -264,6 +264,43 @@ def test_aligned_rows(device: Device, precision: str, tile: str) -> None:
     verify(bench, expected)
 
 
+@pytest.mark.parametrize(("precision", "tile"), [t for t in DW_TILES if t[0] != "fp32" and t[1][:2] in ("16", "32")])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_whole_tiles_have_the_same_bits(
+    device: Device, monkeypatch: pytest.MonkeyPatch, precision: str, tile: str, accumulate: bool
+) -> None:
+    """Where all tiles are whole and all rows aligned, other code runs: with the bits of the code for any sizes."""
+    shape = linear.TILES[precision][tile]
+    m, n, k = 2 * shape.rows, 2 * shape.columns, 176
+    options: dict[str, Any] = {"lead": 4, "pad": 4, "tile": tile, "accumulate": accumulate}
+    activation = "none" if accumulate else "elu"
+    found = []
+    for whole in (1, 0):
+        if not whole:
+            monkeypatch.setattr(linear, "_whole", lambda *_, **__: False)
+        bench = Bench(device, precision)
+        expected = [
+            add_forward(bench, m, n, k, activation=activation, **options),
+            add_dx(bench, m, k, n, activation="elu", factors=[0.5], **options),
+            *add_dw(bench, k, m, n, slices=1, **options),
+        ]
+        assert [launch.fields["whole"] for launch in bench.program.launches] == [whole] * 3
+        with bench.run() as plan:
+            for t, reference, terms in expected:
+                check(read(plan, t), reference, terms, t.name)
+            found.append([read(plan, t) for t, *_ in expected])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("size", "lead"), [((31, 32, 64), 4), ((32, 33, 64), 4), ((32, 32, 64), 3)])
+def test_what_is_not_whole(device: Device, size: tuple[int, int, int], lead: int) -> None:
+    bench = Bench(device, "tf32")
+    m, n, k = size
+    verify(bench, [add_forward(bench, m, n, k, tile="16x32", lead=lead, pad=4)])
+    assert bench.program.launches[0].fields["whole"] == 0
+
+
 # -- any shape -----------------------------------------------------------------------------------------------------
 
 sizes = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 51, 64, 67, 101, 131, 153]))
