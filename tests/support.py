@@ -17,8 +17,12 @@ ORDERS = (("greedy", "00"), ("reverse", "ff"), ("random:1", "ff"), ("random:2", 
 
 @contextmanager
 def planned_for(target: Target) -> Iterator[Device]:
-    """The simulated device, open, which is planned for as if it were another one."""
-    with patch.object(Device, "target", property(lambda _: target)), Device.open("sim") as device:
+    """The simulated device, open, which is planned for as if it were another one, but with its own clusters of one."""
+    with (
+        patch.object(Device, "target", property(lambda _: target)),
+        patch.object(Target, "cluster", 1),
+        Device.open("sim") as device,
+    ):
         yield device
 
 

@@ -6,7 +6,8 @@
 #include "linear_fragments.cuh"
 
 // R rows of one operand, as one lane of a warp reads them: four neighbouring k of rows 16 i + h + `row`.
-template <int R, bool INNER, bool WHOLE>
+// BK: from one step of a warp to its next.
+template <int R, int BK, bool INNER, bool WHOLE>
 struct LinearDirect {
     static constexpr int ROWS = R / 8;  // of this lane
     const float* p;  // element (row, k)
@@ -61,18 +62,18 @@ struct LinearDirect {
                 }
             }
         }
-        p += INNER ? 128 : static_cast<long long>(128) * ld;
+        p += INNER ? BK : static_cast<long long>(BK) * ld;
     }
 };
 
-template <int WORD, int BM_, int BN_, bool WHOLE_ = false>
+template <int WORD, int BM_, int BN_, int GROUPS_ = 8, bool WHOLE_ = false>
 struct DirectTile {
     static constexpr bool WHOLE = WHOLE_;
     static constexpr int BM = BM_;
     static constexpr int BN = BN_;
-    static constexpr int BK = 128;
-    static constexpr int THREADS = 256;
-    static constexpr int GROUPS = 8;  // one warp each
+    static constexpr int GROUPS = GROUPS_;  // one warp each
+    static constexpr int BK = 16 * GROUPS;
+    static constexpr int THREADS = 32 * GROUPS;
     static constexpr int AHEAD = BM * BN <= 512 ? 2 : 1;  // steps of a warp that are fetched before they are used
     static constexpr int SHARED = GROUPS * BM * BN;
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
@@ -89,8 +90,8 @@ struct DirectTile {
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float*, Ready ready) {
-        typedef LinearDirect<BM, A_INNER, WHOLE> A;
-        typedef LinearDirect<BN, B_INNER, WHOLE> B;
+        typedef LinearDirect<BM, BK, A_INNER, WHOLE> A;
+        typedef LinearDirect<BN, BK, B_INNER, WHOLE> B;
         const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
         const int row = 2 * (lane >> 2), k = 4 * (lane & 3);
         A a;
@@ -102,7 +103,7 @@ struct DirectTile {
         float factor = 1.0f;
         const auto begin = [&] {
             s = source(begun++);
-            const int first = 16 * ((warp - steps) & 7);
+            const int first = 16 * ((warp - steps) & (GROUPS - 1));
             steps += (s.depth + 15) / 16;
             depth = s.depth - first;
             a = A(s.a, row, first + k);
@@ -189,13 +190,13 @@ struct DirectTile {
         float* part = shared + (thread >> 5 << 2 | (lane & 3)) * BM + 2 * (lane >> 2);
         __syncthreads();
         FX_UNROLL
-        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<BM, false, WHOLE>::offset(i)] = sums.row[i];
-        return fx_linear_parts_sum<DirectTile>(shared, 32);
+        for (int i = 0; i < BM / 8; ++i) part[LinearDirect<BM, BK, false, WHOLE>::offset(i)] = sums.row[i];
+        return fx_linear_parts_sum<DirectTile>(shared, 4 * GROUPS);
     }
 };
 
-template <int WORD, int BM, int BN>
-struct LinearWhole<DirectTile<WORD, BM, BN>> {
-    typedef DirectTile<WORD, BM, BN, true> Tile;
+template <int WORD, int BM, int BN, int GROUPS>
+struct LinearWhole<DirectTile<WORD, BM, BN, GROUPS>> {
+    typedef DirectTile<WORD, BM, BN, GROUPS, true> Tile;
     static constexpr bool EXISTS = true;
 };

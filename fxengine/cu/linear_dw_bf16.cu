@@ -14,12 +14,12 @@ extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_bf16_64x64(con
     fx_linear_dw<Tensor64x64<2>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_32x32(const LinearDw* table, int count) {
-    fx_linear_dw<Tensor32x32<2>>(table, count);
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_bf16_32x32(const LinearDw* table, int count) {
+    fx_linear_dw<DirectTile<2, 32, 32, 4>>(table, count);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_16x32(const LinearDw* table, int count) {
-    fx_linear_dw<Tensor16x32<2>>(table, count);
+extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_bf16_16x32(const LinearDw* table, int count) {
+    fx_linear_dw<DirectTile<2, 16, 32, 4>>(table, count);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fx_linear_dw_bf16_16x16(const LinearDw* table, int count) {

@@ -214,10 +214,20 @@ extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam
     if (inside) kind = reinterpret_cast<const uint2*>(record.kinds)[at >> 7];
     const bool matrix = (kind.x >> lane & 1u) != 0;
     const bool follows = record.targets != nullptr && (kind.y >> lane & 1u) != 0;
+    // All loads are on their way before the first is used. Of the elements only gradients are made by those it waits for.
+    const FxShared to = fx_shared(&arrived[0][thread].x);
+    constexpr int APART = static_cast<int>(sizeof(arrived[0]));
+    if (inside) {
+        const float* const from[4] = {record.m, record.v, record.params, record.targets};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (k < 3 || follows) fx_copy_quad(to + (k + 1) * APART, from[k] + at);
+        }
+    }
     fx_wait();
     fx_trigger();
 
-    // All loads are on their way before the first is used; the partial sums, which everything waits for, go first.
+    // The partial sums, which everything waits for, go first.
     const double* const partials = record.partials;
     double part[ADAM_AHEAD];
 #pragma unroll
@@ -227,14 +237,7 @@ extern "C" __global__ void __launch_bounds__(ADAM_THREADS, 3) fx_adam(const Adam
     }
     const float value = scalar != nullptr ? *scalar : 0.0f;
     const u64 steps = warp == 1 ? record.counters[1] : 0;
-    if (inside) {
-        const float* const from[5] = {record.grads, record.m, record.v, record.params, record.targets};
-        const FxShared to = fx_shared(&arrived[0][thread].x);
-#pragma unroll
-        for (int k = 0; k < 5; ++k) {
-            if (k < 4 || follows) fx_copy_quad(to + k * static_cast<int>(sizeof(arrived[0])), from[k] + at);
-        }
-    }
+    if (inside) fx_copy_quad(to, record.grads + at);
     fx_copy_commit();
     double sum = 0.0;  // of those of the group
     bool bad = false;  // some group's

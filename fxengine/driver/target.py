@@ -54,6 +54,11 @@ class Target:
     max_threads: int = 1024
     """Threads per block."""
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a thread block cluster, FX_CLUSTER of cluster.cuh: 8 since sm_90, else 1."""
+        return 8 if self.kind == "cuda" and int(re.sub(r"\D", "", self.arch)) >= 90 else 1
+
     @classmethod
     def of(cls, arch: str) -> Target:
         """The target of an architecture ("sm_90") or of the simulated device ("sim"), without hardware.

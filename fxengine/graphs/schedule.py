@@ -100,25 +100,25 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
         else:
             launches.append([(part, members)])
 
-    first = 1 if clears else 0
-    node_of = {i: n for n, launch in enumerate(launches, start=first) for _, members in launch for i in members}
-    after: list[set[int]] = [set()] if clears else []
-    for launch in launches:
+    if clears:
+        launches.insert(0, [])  # the memset
+    node_of = {i: n for n, launch in enumerate(launches) for _, members in launch for i in members}
+    after: list[set[int]] = []
+    for n, launch in enumerate(launches):
         indices = [i for _, members in launch for i in members]
-        deps = {node_of[j] for i in indices for j in before[i]}
+        after.append({node_of[j] for i in indices for j in before[i]})
         if clears and any(_touches_zeroed(records[i]) for i in indices):
-            deps.add(0)
-        after.append(deps)
-    slow = {n for n, launch in enumerate(launches, start=first) for part, _ in launch if part.family.alone}
-    _one_root(after, {*range(first), *slow})
+            after[n].add(0)
+    aside = {n for n, launch in enumerate(launches) if all(part.family.alone for part, _ in launch)}
+    order, after = _one_root(after, aside)
     reduced = _transitive_reduction(after)
 
-    nodes = [Node((), 0, ())] if clears else []
-    for n, launch in enumerate(launches, start=first):
-        level = 1 + max((nodes[d].level for d in reduced[n]), default=-1)
-        nodes.append(Node(tuple(part for part, _ in launch), level, tuple(sorted(reduced[n]))))
+    nodes: list[Node] = []
+    for n, deps in zip(order, reduced, strict=True):
+        level = 1 + max((nodes[d].level for d in deps), default=-1)
+        nodes.append(Node(tuple(part for part, _ in launches[n]), level, tuple(sorted(deps))))
     if clears:
-        nodes = _cleared_sooner(nodes, program.target.sm_count)
+        nodes = _cleared_sooner(nodes, order.index(0), program.target.sm_count)
     overlap = _overlap(nodes, program.target.sm_count)
     nodes = [replace(node, overlaps=early) for node, early in zip(nodes, overlap, strict=True)]
     return tuple(_joined_sooner(nodes))
@@ -158,19 +158,24 @@ def _heights(after: Sequence[Collection[int]]) -> list[int]:
     return height
 
 
-def _one_root(after: Sequence[set[int]], others: Collection[int]) -> None:
-    """Let the roots wait for that of the longest path, if all of them have time; but for the `others`.
+def _one_root(after: Sequence[set[int]], aside: Collection[int]) -> tuple[list[int], list[set[int]]]:
+    """Order of the nodes, and what each follows then: the first node of the longest path leads, and the others that
+    follow nothing come behind it if they have time.
 
     A graph starts its roots one after another, in an order of its own: the first node of a step was seen to start
-    microseconds behind others that nobody waited for. Where one of them is needed at once, an order does not help.
+    microseconds behind others that nobody waited for. Where one of them is needed at once, an order does not help, and
+    only the `aside` come behind: the memset, and what waits for something slow itself.
     """
     height = _heights(after)
-    roots = [i for i, deps in enumerate(after) if not deps and i not in others]
-    first = max(roots, key=lambda i: height[i], default=-1)
+    roots = [i for i, deps in enumerate(after) if not deps]
+    first = max((i for i in roots if i not in aside), key=lambda i: height[i], default=-1)
     rest = [i for i in roots if i != first]
-    if all(i > first and height[first] - height[i] >= _TIME for i in rest):
-        for i in rest:
-            after[i].add(first)
+    late = [i for i in rest if first >= 0 and height[first] - height[i] >= _TIME]
+    if not all(i in late or i in aside for i in rest):
+        late = [i for i in late if i in aside]
+    order = [first, *(i for i in range(len(after)) if i != first)] if late else list(range(len(after)))
+    place = {i: n for n, i in enumerate(order)}
+    return order, [{place[d] for d in ({first} if i in late else after[i])} for i in order]
 
 
 def _joined_sooner(nodes: Sequence[Node]) -> list[Node]:
@@ -195,22 +200,22 @@ def _joined_sooner(nodes: Sequence[Node]) -> list[Node]:
     return [replace(node, after=tuple(sorted(deps))) for node, deps in zip(nodes, reduced, strict=True)]
 
 
-def _cleared_sooner(nodes: Sequence[Node], sm_count: int) -> list[Node]:
-    """Where nothing but the memset keeps a node from beginning early, a node before it that cannot do so waits for the
-    memset instead."""
+def _cleared_sooner(nodes: Sequence[Node], clear: int, sm_count: int) -> list[Node]:
+    """Where nothing but the memset, node `clear`, keeps a node from beginning early, a node before it that cannot do so
+    waits for the memset instead."""
     after = [set(node.after) for node in nodes]
-    apart = _overlap([replace(node, after=tuple(set(node.after) - {0})) for node in nodes], sm_count)
+    apart = _overlap([replace(node, after=tuple(set(node.after) - {clear})) for node in nodes], sm_count)
     for i, node in enumerate(nodes):
-        if not apart[i] or 0 not in node.after or len(node.after) < 2:
+        if not apart[i] or clear not in node.after or len(node.after) < 2:
             continue
         behind, rest = set[int](), set(node.after)
         while rest:
             behind.add(d := rest.pop())
             rest |= set(nodes[d].after) - behind
-        waiting = [d for d in behind if nodes[d].after and not apart[d]]
+        waiting = [d for d in behind if d > clear and nodes[d].after and not apart[d]]
         if waiting:
-            after[i].discard(0)
-            after[max(waiting)].add(0)
+            after[i].discard(clear)
+            after[max(waiting)].add(clear)
     reduced = _transitive_reduction(after)
     return [replace(node, after=tuple(sorted(deps))) for node, deps in zip(nodes, reduced, strict=True)]
 

@@ -123,7 +123,7 @@ def forward(
     rows, sizes = h2.shape[0], config.branches
     start = _Start(
         flow=p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None,
-        value_hidden=p.linear(h2, "v1", activation="relu", siblings=_siblings(p, config), name="v1"),
+        value_hidden=p.linear(h2, "v1", activation="relu", siblings=_siblings(config), name="v1"),
         q=p.tensor("q", rows, sum(sizes)),
         best=p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None,
         policy=p.tensor("policy", rows, sizes[0]) if len(sizes) > 1 else None,
@@ -151,7 +151,7 @@ class _Start:
 
 
 def _layer_by_layer(p: Pass, config: StepConfig, h2: Tensor, wire: Tensor | None, start: _Start) -> BranchedHeads:
-    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(p, config)
+    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(config)
     v = p.linear(start.value_hidden, "v2", name="v2")
     lse = p.tensor("lse", *q.shape)
     adv = []
@@ -177,7 +177,7 @@ def _layer_by_layer(p: Pass, config: StepConfig, h2: Tensor, wire: Tensor | None
 
 def _fused(p: Pass, config: StepConfig, h2: Tensor, wire: Wire | None, start: _Start) -> BranchedHeads:
     """The wire and the policy come late: who reads them finishes its hidden layer."""
-    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(p, config)
+    q, policy, sizes, siblings = start.q, start.policy, config.branches, _siblings(config)
     rows, greedy = q.shape[0], start.best is not None
     v = lse = None
     if not greedy:
@@ -217,17 +217,12 @@ def _fused(p: Pass, config: StepConfig, h2: Tensor, wire: Wire | None, start: _S
             keep=p.trained,
             v_min=config.v_min,
             v_max=config.v_max,
-            siblings=_passes(p) * max(1, len(sizes) - 1),
+            siblings=p.passes * max(1, len(sizes) - 1),
             label=f"q{d}{p.suffix}",
         )
     return BranchedHeads(q, sizes, Heads(v, tuple(outputs), q, lse) if lse else None, start.best)
 
 
-def _passes(p: Pass) -> int:
-    """Passes of the step that run side by side."""
-    return 3 if p.step.train else 1
-
-
-def _siblings(p: Pass, config: StepConfig) -> int:
-    """First layers of the heads that run side by side."""
-    return (1 + len(config.branches)) * _passes(p)
+def _siblings(config: StepConfig) -> int:
+    """First layers of the heads of a pass."""
+    return 1 + len(config.branches)

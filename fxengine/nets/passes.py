@@ -40,6 +40,11 @@ class Pass:
         return self.step.program
 
     @property
+    def passes(self) -> int:
+        """Passes of the step that run side by side."""
+        return 3 if self.step.train else 1
+
+    @property
     def tape(self) -> Tape:
         """The tape of the step."""
         return self.step.tape
@@ -67,7 +72,10 @@ class Pass:
         siblings: int | None = None,
         name: str,
     ) -> Tensor:
-        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, other records make the layer."""
+        """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, other records make the layer.
+
+        `siblings`: number of layers like this one that run side by side in the pass, if it is known.
+        """
         w, b = f"w_{layer}", f"b_{layer}" if bias else None
         full = name + self.suffix
         if self.trained:
@@ -79,7 +87,8 @@ class Pass:
                 input_scale=input_scale,
                 precision=precision,
                 y=y,
-                siblings=siblings,
+                siblings=self._all(siblings),
+                gradient_siblings=siblings,
                 name=full,
             )
         if y is not None:
@@ -96,7 +105,7 @@ class Pass:
             activation=activation,
             label=f"{full}.fwd",
             precision=precision,
-            siblings=siblings,
+            siblings=self._all(siblings),
         )
         return y
 
@@ -109,5 +118,10 @@ class Pass:
         weight, known = self.weight(f"w_{layer}"), x.shape[1]
         y = self.tensor(name, x.shape[0], weight.shape[0])
         bias, label = self.weight(f"b_{layer}"), f"{name}{self.suffix}.fwd"
-        linear.forward(self.program, x, weight.columns(0, known), bias, y, siblings=siblings, label=label)
+        columns = weight.columns(0, known)
+        linear.forward(self.program, x, columns, bias, y, siblings=self._all(siblings), label=label)
         return y, weight.columns(known, weight.shape[1])
+
+    def _all(self, siblings: int | None) -> int | None:
+        """Of all passes, from those of this one."""
+        return siblings * self.passes if siblings else None

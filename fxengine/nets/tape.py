@@ -111,6 +111,7 @@ class Gradients:
                 accumulate=gradient.written,
                 label=f"{self.prefix}{y.name}.dx",
                 precision=precision,
+                siblings=self._tape.siblings(y),
             )
             gradient.written = True
         return gradient.tensor
@@ -162,6 +163,7 @@ class Tape:
         self.training = Gradients(self)
         self._report = report
         self._activations: dict[Tensor, Activation] = {}
+        self._siblings: dict[Tensor, int] = {}
         self._ops: list[Backward] = []
 
     # -- tracking ------------------------------------------------------------------------------------------------
@@ -181,6 +183,10 @@ class Tape:
         if y not in self._activations:
             raise ProgramError(f"{y} has no gradient: nothing upstream of it is trained, or it was stopped")
         return self._activations[y]
+
+    def siblings(self, y: Tensor) -> int | None:
+        """Number of gradients like that of y that are made side by side; None if it is not known."""
+        return self._siblings.get(y)
 
     def stop(self, x: Tensor) -> Tensor:
         """sg(x): the same elements without a gradient. No kernel downstream gets an input-gradient argument."""
@@ -219,6 +225,7 @@ class Tape:
         precision: str | None = None,
         y: Tensor | None = None,
         siblings: int | None = None,
+        gradient_siblings: int | None = None,
         name: str,
     ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
@@ -232,6 +239,7 @@ class Tape:
             precision: of this layer's products, forward and backward, if not the program's.
             y: [M, N], what other records have made: only the backward is left.
             siblings: number of products like the forward's that run side by side, if it is known.
+            gradient_siblings: number of gradients like that of y that are made side by side, if it is known.
             name: of y.
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
@@ -273,9 +281,12 @@ class Tape:
                 accumulate=accumulate,
                 label=f"{gradients.prefix}{name}.dw",
                 precision=precision,
+                outputs=self.groups.count,
             )
 
         self.record(backward)
+        if gradient_siblings is not None:
+            self._siblings[y] = gradient_siblings
         return self.track(y, activation)
 
     def crossentropy(

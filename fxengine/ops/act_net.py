@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxengine.driver import Target
 from fxengine.graphs import Family, Launch, Program, Tensor
 from fxengine.graphs.program import Storage, Value
 from fxengine.ops.act_schedule import (
@@ -34,8 +33,6 @@ from fxengine.ops.act_schedule import (
 
 #: Rows of a cluster that kernels exist for.
 ROWS = (1, 2, 4, 8)
-#: Blocks of a cluster where there are clusters.
-CLUSTER = 8
 # Clusters that run side by side. More rows than they take, 64, are faster in a launch per layer.
 _CLUSTERS = 8
 # Floats of weights that a cluster reads in a few microseconds, and that one block does.
@@ -251,7 +248,7 @@ class _Folding:
         if len(ops) > _OPS or len(steps) > _STEPS or not 1 <= len(self._inputs) <= _INPUTS:
             raise Declined(f"it has {len(ops)} operations in {len(steps)} steps and {len(self._inputs)} inputs")
         target = self._program.target
-        cluster = cluster_blocks(target)
+        cluster = target.cluster
         weights = sum(w.size for op in ops if op.shared and isinstance(w := op.fields["w"], Tensor))
         most = _BLOCK_WEIGHTS if cluster == 1 and target.kind == "cuda" else _CLUSTER_WEIGHTS
         if weights > most:
@@ -313,11 +310,6 @@ class _Folding:
         f = record.fields
         kept = ("report", "report_q", "columns", "branches", "sizes", "offsets", "stream")
         return {name: f[name] for name in kept} | {"policy": f["kind"], "q": self._at(_tensor(record, "q")).start}
-
-
-def cluster_blocks(target: Target) -> int:
-    """Blocks of a cluster: FX_CLUSTER of cluster.cuh on this device."""
-    return CLUSTER if target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90 else 1
 
 
 def _candidates(rows: int) -> list[int]:

@@ -179,6 +179,7 @@ def backward_dx(
     label: str | None = None,
     precision: str | None = None,
     tile: str | None = None,
+    siblings: int | None = None,
 ) -> Launch:
     """Append dx = slope(x) * sum_i scale_i (dy_i w_i), or dx += the same; sources are added in order.
 
@@ -198,6 +199,7 @@ def backward_dx(
         label: name of the record (default: dx's name).
         precision: of the product, if not the program's.
         tile: a key of `DX[program.precision]` (default: `choose_tile`).
+        siblings: number of products like this one that run side by side, for the choice of the tile.
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -222,7 +224,7 @@ def backward_dx(
         x = None
     mode = _precision(label, precision or program.precision, program.target)
     name = _tile(label, program.target, DX, mode, tile) or choose_tile(
-        program.target, m, k, sum(widths), kind="dx", precision=mode
+        program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings
     )
     if TILES[mode][name].warpgroups:
         sources = [(dy_i, packed_transpose(program, w_i), scale_i) for dy_i, w_i, scale_i in sources]
@@ -260,6 +262,7 @@ def backward_dw(
     tile: str | None = None,
     slices: int | None = None,
     siblings: int | None = None,
+    outputs: int | None = None,
 ) -> Launch:
     """Append dw = dyᵀ x and db = sum over the rows of dy, or += both.
 
@@ -278,6 +281,7 @@ def backward_dw(
         tile: a key of `DW[program.precision]` (default: `choose_dw`).
         slices: number of slices (default: `choose_dw`).
         siblings: number of such products that share the device, if it is known.
+        outputs: elements of all weight gradients that are to share launches, if it is known.
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -292,7 +296,7 @@ def backward_dw(
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
     fixed = _tile(label, program.target, DW, mode, tile)
-    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode, siblings=siblings)
+    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode, siblings=siblings, outputs=outputs)
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")

@@ -35,7 +35,7 @@ def _adam_tiles(fields: Mapping[str, Any]) -> int:
 
 
 NORM = Family("norm", "optimizer.cu", "fx_norm", "Norm", tiles=_norm_tiles)
-ADAM = Family("adam", "optimizer.cu", "fx_adam", "Adam", tiles=_adam_tiles)
+ADAM = Family("adam", "optimizer.cu", "fx_adam", "Adam", tiles=_adam_tiles, early=("params", "m", "v", "targets"))
 
 
 #: Gives the device view (float32 [1]) of a signal by name.

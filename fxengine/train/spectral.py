@@ -17,7 +17,13 @@ from fxengine.graphs import Family, Program, Tensor
 if TYPE_CHECKING:
     from fxengine.train.optimizer import Guard, SignalLookup
 
-SPECTRAL = Family("spectral", "spectral.cu", "fx_spectral", "Spectral", tiles=lambda fields: 1, whole=True)
+
+def _family(cluster: int) -> Family:
+    return Family("spectral", "spectral.cu", "fx_spectral", "Spectral", tiles=lambda fields: cluster)
+
+
+#: By the blocks of a cluster of the device.
+_FAMILIES = {cluster: _family(cluster) for cluster in (1, 8)}
 
 
 def spectral_norm(
@@ -58,7 +64,7 @@ def spectral_norm(
     u = program.tensor(f"{label}.u", (rows,))
     limit = signal("sn_max")
     program.launch(
-        SPECTRAL,
+        _FAMILIES[program.target.cluster],
         {
             "w": w,
             "v": v,

@@ -230,7 +230,7 @@ def test_the_default_step_is_one_launch(arch: str, rows: int) -> None:
     assert reason == ""
     (launch,) = program.launches
     blocks = launch.family.tiles(launch.fields)
-    assert blocks % act_net.CLUSTER == 0 and blocks <= 8 * act_net.CLUSTER
+    assert blocks % 8 == 0 and blocks <= 8 * 8
 
 
 def test_old_devices_fold_what_one_block_can_read() -> None:

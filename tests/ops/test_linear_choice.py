@@ -39,6 +39,27 @@ def test_a_sum_that_has_the_device_for_itself_is_cut_sooner() -> None:
     assert linear.choose_dw(h200, 16, (8,), 1536, precision="tf32", siblings=4) == ("16x16", 4)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("depth", [64, 256, 1024, 4096])
+def test_weight_gradients_of_a_step_share_a_tile(precision: str, arch: str, depth: int) -> None:
+    """Whatever their shape, but for those that would fill less than half of it."""
+
+    def chosen(rows: int, columns: int) -> tuple[str, int]:
+        return linear.choose_dw(Target.of(arch), rows, (columns,), depth, precision=precision, outputs=600_000)
+
+    assert len({chosen(512, 256), chosen(256, 256), chosen(153, 128), chosen(128, 257)}) == 1
+    small = linear.TILES[precision][chosen(2, 32)[0]]
+    assert small.rows * small.columns <= 16 * 32
+
+
+def test_few_weights_have_small_tiles() -> None:
+    h200 = Target.of("sm_90")
+    few = linear.TILES["tf32"][linear.choose_dw(h200, 84, (120,), 256, precision="tf32", outputs=16_000)[0]]
+    many = linear.TILES["tf32"][linear.choose_dw(h200, 512, (512,), 256, precision="tf32", outputs=4_000_000)[0]]
+    assert few.rows * few.columns < many.rows * many.columns
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
