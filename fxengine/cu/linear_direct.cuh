@@ -1,7 +1,7 @@
 // A tile type of the linear kernels (see linear.cuh) on the tensor cores, for small products, where a block waits for
-// memory more than it computes: each warp makes the whole tile, from its share of k (16 neighbouring values of every
-// 128), of fragments that it loads from global memory itself, so that nothing waits for a barrier. The warps' sums are
-// added in order at the end.
+// memory more than it computes: each warp makes the whole tile, from its share of k (16 neighbouring values, then those
+// BK further), of fragments that it loads from global memory itself, so that nothing waits for a barrier. The warps' sums
+// are added in order at the end.
 #pragma once
 #include "linear_fragments.cuh"
 
@@ -30,7 +30,7 @@ struct LinearDirect {
 
     static __device__ __forceinline__ constexpr int offset(int i) { return i / 2 * 16 + i % 2; }
 
-    // Reads k_left of the four k, then goes 128 further.
+    // Reads k_left of the four k, then goes BK further.
     __device__ __forceinline__ void fetch(float (&held)[ROWS][4], int k_left) {
         if (whole && k_left >= 4) {  // no conditions on single loads
             FX_UNROLL

@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_bf16_64x64(con
     fx_linear_dw<Tensor64x64<2>>(table, count);
 }
 
+// Four warps: a sum over 64 rows has work for no more, and twice as many blocks find places.
 extern "C" __global__ void __launch_bounds__(128, 4) fx_linear_dw_bf16_32x32(const LinearDw* table, int count) {
     fx_linear_dw<DirectTile<2, 32, 32, 4>>(table, count);
 }

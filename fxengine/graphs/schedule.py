@@ -109,7 +109,7 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
         after.append({node_of[j] for i in indices for j in before[i]})
         if clears and any(_touches_zeroed(records[i]) for i in indices):
             after[n].add(0)
-    aside = {n for n, launch in enumerate(launches) if all(part.family.alone for part, _ in launch)}
+    aside = {n for n, launch in enumerate(launches) if all(part.family.slow for part, _ in launch)}
     order, after = _one_root(after, aside)
     reduced = _transitive_reduction(after)
 
@@ -212,7 +212,7 @@ def _cleared_sooner(nodes: Sequence[Node], clear: int, sm_count: int) -> list[No
         while rest:
             behind.add(d := rest.pop())
             rest |= set(nodes[d].after) - behind
-        waiting = [d for d in behind if d > clear and nodes[d].after and not apart[d]]
+        waiting = [d for d in behind if nodes[d].level > nodes[clear].level and nodes[d].after and not apart[d]]
         if waiting:
             after[i].discard(clear)
             after[max(waiting)].add(clear)

@@ -26,7 +26,7 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 GATHER = Family("gather", "gather.cu", "fx_gather", "Gather", tiles=_tiles)
 #: The same kernel in a launch of its own.
-SIGNALS = Family("signals", "gather.cu", "fx_gather", "Gather", tiles=_tiles, alone=True)
+SIGNALS = Family("signals", "gather.cu", "fx_gather", "Gather", tiles=_tiles, slow=True)
 
 
 def gather(

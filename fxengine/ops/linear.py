@@ -15,7 +15,8 @@ that must not flow is simply not asked for. Results overwrite, or with `accumula
 are rounded to nearest and multiplied on the tensor cores. Memory, sums, biases, bias gradients and activations are
 float32 in all of them.
 
-Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, precision, sizes) alone.
+Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, precision, sizes) alone;
+of a weight gradient also on the number of all parameters.
 
 Source: gradients of an affine layer as in Goodfellow, Bengio & Courville 2016, "Deep Learning", section 6.5;
 register and shared-memory tiles after Volkov & Demmel 2008, "Benchmarking GPUs to tune dense linear algebra".
@@ -146,6 +147,9 @@ def forward(
     if TILES[mode][name].warpgroups:
         w = packed(program, w, k2=k - x1.shape[1])
     shape, tensors = TILES[mode][name], (x1, x2, w, b, y)
+    sizes = [(m, shape.rows), (n, shape.columns)]
+    if x2:
+        sizes.append((x1.shape[1], 4))  # inside w's rows, where the weights of x2 begin
     fields = {
         **_operand("x", x1),
         **_operand("x2", x2),
@@ -159,7 +163,7 @@ def forward(
         "k2": k - x1.shape[1],
         "activation": code,
         "accumulate": int(accumulate),
-        "whole": int(_whole((m, shape.rows), (n, shape.columns), tensors=tensors)),
+        "whole": int(_whole(*sizes, tensors=tensors)),
     }
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)

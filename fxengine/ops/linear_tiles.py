@@ -29,7 +29,7 @@ class Tile:
     Attributes:
         rows: height in outputs.
         columns: width in outputs.
-        depth: elements of the sum per step of the block.
+        depth: elements of the sum per step of the block; half of them for weight gradients on small tiles.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
         warpgroups: it works by warpgroups, which sm_90 alone has, and reads packed weights (`ops.pack`); not for dw.
     """
@@ -129,7 +129,7 @@ _TENSOR = {
         "128x128": Cost(5400, 79, 0, 24),
         "128x64": Cost(4500, 56, 0, 12),
         "64x64": Cost(2900, 36, 0, 6),
-        "32x32": Cost(2300, 7.2, 0, 4.9),
+        "32x32": Cost(2300, 7.2, 0, 4.9),  # this and the next fitted when their blocks had eight warps, not four
         "16x32": Cost(1900, 4.9, 180, 4.2),
         "16x16": Cost(1630, 3.0, 600, 3.2),
     },

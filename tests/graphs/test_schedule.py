@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxengine.driver import Target
-from fxengine.graphs import ZEROED, Program, ProgramError, Tensor, depth, schedule
+from fxengine.graphs import ZEROED, Family, Program, ProgramError, Tensor, depth, schedule
 
 from .chains import CHAIN, EARLY, LATE, OTHER, WHOLE, chain
+
+SLOW = replace(OTHER, name="slow", slow=True)
+FAMILIES = (CHAIN, OTHER, LATE, EARLY, WHOLE, SLOW, replace(OTHER, name="alone", alone=True))
 
 
 @pytest.fixture
@@ -106,10 +109,9 @@ def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> No
 def test_roots_wait_for_that_of_the_longest_path_if_all_have_time(program: Program, needed: bool) -> None:
     """One that is needed second has no time: then none waits but what waits for something slow anyway."""
     a, g, h, i, j, *path = vectors(program, "aghijbcdef")
-    slow = replace(OTHER, name="slow", alone=True)
     chain(program, path[0], path[1], a)
     chain(program, g, h, a, family=OTHER)
-    chain(program, i, j, a, family=slow)
+    chain(program, i, j, a, family=SLOW)
     chain(program, path[1], path[2], h if needed else a)
     for x, y in itertools.pairwise(path[2:]):
         chain(program, x, y, a)
@@ -155,6 +157,20 @@ def test_the_memset_is_not_waited_for_instead(program: Program) -> None:
     nodes, clear = {n.label: n for n in planned}, [n.name for n in planned].index("memset")
     assert nodes["joint"].overlaps and clear not in nodes["joint"].after
     assert clear in nodes["cleared"].after
+
+
+def test_the_memset_lengthens_no_path(program: Program) -> None:
+    """A node that cannot begin early, but has no time, does not wait for the memset beside it."""
+    tensors = vectors(program, "auvwxy", 133 * 256)
+    a, *path = tensors
+    for i, (x, y) in enumerate(itertools.pairwise(path)):
+        chain(program, x, y, a, family=WHOLE if i == 1 else CHAIN)
+    zeroed = program.tensor("zeroed", (133 * 256,), arena=ZEROED)
+    chain(program, path[-1], zeroed, a, accumulate=True, family=OTHER)
+    nodes = schedule(program)
+    assert [n.name for n in nodes] == ["chain", "memset", "whole", "chain", "chain", "other"]
+    assert [n.level for n in nodes] == [0, 1, 1, 2, 3, 4]
+    assert [n.after for n in nodes] == [(), (0,), (0,), (2,), (3,), (1, 4)]
 
 
 @pytest.mark.parametrize(("blocks", "overlaps"), [(132, True), (133, False)])
@@ -223,12 +239,12 @@ def test_one_memset_before_everything_that_touches_the_zeroed_arena(program: Pro
 @pytest.mark.parametrize("branch", [True, False])
 def test_the_memset_holds_up_a_node_that_has_time(program: Program, branch: bool) -> None:
     """Rather than one that could begin early."""
-    a, *path, side = vectors(program, "auvwxyz")
+    a, *path, side = vectors(program, "atuvwxyz")
     z = program.tensor("zeroed", (8,), arena=ZEROED)
     for x, y in itertools.pairwise(path):
         chain(program, x, y, a)
     if branch:
-        chain(program, path[1], side, a, family=OTHER)
+        chain(program, path[2], side, a, family=OTHER)
     chain(program, path[-1], z, side, accumulate=True, family=OTHER)
     nodes = schedule(program)
     clear = [n.name for n in nodes].index("memset")
@@ -236,28 +252,46 @@ def test_the_memset_holds_up_a_node_that_has_time(program: Program, branch: bool
     cleared = [(n.label, n.overlaps) for n in nodes if clear in n.after]
     assert cleared == [("v->z", False) if branch else ("y->zeroed", False)]
     assert nodes[-1].overlaps == branch
-    assert [n.level for n in nodes if n.name == "chain"] == [0, 1, 2, 3]
-    assert nodes[-1].level == 4
+    assert [n.level for n in nodes if n.name == "chain"] == [0, 1, 2, 3, 4]
+    assert nodes[-1].level == 5
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans(), st.booleans()), max_size=24))
-def test_any_schedule_keeps_every_hazard(records: list[tuple[int, int, bool, bool]]) -> None:
-    """Random programs: each hazard pair is ordered by a path of edges, and nodes come in topological order."""
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(0, 7), st.sampled_from(FAMILIES), st.booleans()),
+        max_size=24,
+    )
+)
+@settings(max_examples=200)
+def test_any_schedule_keeps_every_hazard(records: list[tuple[int, int, int, Family, bool]]) -> None:
+    """Random programs: each hazard pair is ordered by a path of edges, nodes come in topological order, the memset
+    before all that is cleared, levels are those of the longest paths, and nothing that a direct predecessor writes is
+    read early."""
     program = Program(Target.of("sm_90"))
-    (a,) = vectors(program, "a")
-    tensors = vectors(program, "uvwxyz")
-    for i, (source, target, late, accumulate) in enumerate(records):
+    tensors = [*vectors(program, "uvwxyz"), *(program.tensor(f"zeroed{i}", (8,), arena=ZEROED) for i in range(2))]
+    for i, (source, target, factor, family, accumulate) in enumerate(records):
         chain(
-            program, tensors[source], tensors[target], a,
-            accumulate=accumulate, family=LATE if late else CHAIN, label=str(i),
+            program, tensors[source], tensors[target], tensors[factor], accumulate=accumulate, family=family,
+            label=str(i),
         )  # fmt: skip
     nodes = schedule(program)
+    longest: list[int] = []
+    for node in nodes:
+        longest.append(1 + max((longest[d] for d in node.after), default=-1))
+        assert node.level >= longest[-1]
+        if node.overlaps and node.after:
+            early = [t.region() for r in node.records for t in r.early]
+            written = [t.region() for d in node.after for r in nodes[d].records for t in r.writes]
+            assert not any(e.overlaps(w) for e in early for w in written)
+    assert max(longest, default=-1) < depth(nodes)
     node_of = {record.label: i for i, node in enumerate(nodes) for record in node.records}
     assert len(node_of) == len(records)
     reach: list[set[int]] = []
     for i, node in enumerate(nodes):
         assert all(d < i for d in node.after)
         reach.append(set(node.after).union(*(reach[d] for d in node.after)))
+        if any(t.storage.arena == ZEROED for r in node.records for t in (*r.reads, *r.writes)):
+            assert any(not nodes[d].parts for d in reach[-1])
     for j, later in enumerate(program.launches):
         for i, earlier in enumerate(program.launches[:j]):
             written = {t.name for t in earlier.writes}

@@ -30,10 +30,14 @@ def dw_tile(tile: str | None) -> str | None:
 
 
 class Bench:
-    """A program under test: matrices with NaN in every gap, run with guard words, and read back with their gaps."""
+    """A program under test: matrices with NaN in every gap, run with guard words, and read back with their gaps.
 
-    def __init__(self, device: Device, precision: str = "fp32", seed: int = 0) -> None:
+    `aligned`: all rows start at multiples of 16 bytes, whatever gaps are asked for.
+    """
+
+    def __init__(self, device: Device, precision: str = "fp32", seed: int = 0, *, aligned: bool = False) -> None:
         self.device = device
+        self.aligned = aligned
         self.program = Program(device.target, precision)
         self.random = np.random.default_rng(seed)
         self.count = 0
@@ -48,11 +52,14 @@ class Bench:
     def matrix(self, values: Array, *, lead: int = 0, pad: int = 3) -> Tensor:
         """A matrix with `lead` columns of NaN before it and `pad` after it."""
         rows, columns = values.shape
+        if self.aligned:
+            lead, pad = 4, 4 + -columns % 4
         whole = np.full((rows, lead + columns + pad), np.nan, np.float32)
         whole[:, lead : lead + columns] = values
         return self._tensor(whole).columns(lead, lead + columns)
 
     def vector(self, values: Array, *, lead: int = 0) -> Tensor:
+        lead = 4 if self.aligned else lead
         whole = np.full(lead + len(values), np.nan, np.float32)
         whole[lead:] = values
         return self._tensor(whole).rows(lead, lead + len(values))
@@ -266,23 +273,24 @@ def test_aligned_rows(device: Device, precision: str, tile: str) -> None:
 
 @pytest.mark.parametrize(("precision", "tile"), [t for t in DW_TILES if t[0] != "fp32" and t[1][:2] in ("16", "32")])
 @pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("k", "k2"), [(176, 0), (51, 0), (1, 0), (128, 8), (32, 3)])
 def test_whole_tiles_have_the_same_bits(
-    device: Device, monkeypatch: pytest.MonkeyPatch, precision: str, tile: str, accumulate: bool
+    device: Device, monkeypatch: pytest.MonkeyPatch, precision: str, tile: str, accumulate: bool, k: int, k2: int
 ) -> None:
     """Where all tiles are whole and all rows aligned, other code runs: with the bits of the code for any sizes."""
     shape = linear.TILES[precision][tile]
-    m, n, k = 2 * shape.rows, 2 * shape.columns, 176
-    options: dict[str, Any] = {"lead": 4, "pad": 4, "tile": tile, "accumulate": accumulate}
+    m, n = 2 * shape.rows, 2 * shape.columns
+    options: dict[str, Any] = {"tile": tile, "accumulate": accumulate}
     activation = "none" if accumulate else "elu"
     found = []
     for whole in (1, 0):
         if not whole:
             monkeypatch.setattr(linear, "_whole", lambda *_, **__: False)
-        bench = Bench(device, precision)
+        bench = Bench(device, precision, aligned=True)
         expected = [
-            add_forward(bench, m, n, k, activation=activation, **options),
-            add_dx(bench, m, k, n, activation="elu", factors=[0.5], **options),
-            *add_dw(bench, k, m, n, slices=1, **options),
+            add_forward(bench, m, n, k, k2, activation=activation, **options),
+            add_dx(bench, m, k, n, k2, activation="elu", factors=[0.5, None][: 1 + bool(k2)], **options),
+            *add_dw(bench, k, m, n, n if k2 else 0, slices=1, **options),
         ]
         assert [launch.fields["whole"] for launch in bench.program.launches] == [whole] * 3
         with bench.run() as plan:
@@ -293,11 +301,18 @@ def test_whole_tiles_have_the_same_bits(
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("size", "lead"), [((31, 32, 64), 4), ((32, 33, 64), 4), ((32, 32, 64), 3)])
-def test_what_is_not_whole(device: Device, size: tuple[int, int, int], lead: int) -> None:
+@pytest.mark.parametrize(("m", "n", "k", "k2"), [(31, 32, 64, 0), (32, 33, 64, 0), (32, 32, 6, 8), (32, 32, 61, 4)])
+def test_what_is_not_whole(device: Device, m: int, n: int, k: int, k2: int) -> None:
+    """Parts of tiles; and weights of a second input, inside rows of which the first input's columns do not end at 16
+    bytes."""
+    bench = Bench(device, "tf32", aligned=True)
+    verify(bench, [add_forward(bench, m, n, k, k2, tile="16x32")])
+    assert bench.program.launches[0].fields["whole"] == 0
+
+
+def test_rows_that_are_not_aligned_are_not_whole(device: Device) -> None:
     bench = Bench(device, "tf32")
-    m, n, k = size
-    verify(bench, [add_forward(bench, m, n, k, tile="16x32", lead=lead, pad=4)])
+    verify(bench, [add_forward(bench, 32, 32, 64, tile="16x32", lead=3, pad=4)])
     assert bench.program.launches[0].fields["whole"] == 0
 
 

@@ -208,7 +208,7 @@ def test_a_skipped_step_changes_nothing(device: Device) -> None:
 
 
 def test_same_bits_in_every_order_and_in_a_graph(device: Device) -> None:
-    matrices = [_matrix(11, 130, 290, 9.0), _matrix(12, 7, 300, 9.0)]
+    matrices = [_matrix(11, 130, 290, 9.0), _matrix(12, 7, 300, 9.0), _matrix(13, 128, 257, 9.0), _matrix(14, 21, 40)]
 
     def bits(on: Device, captured: bool = False) -> list[bytes]:
         with Case(on, matrices) as case:
