@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,9 @@ from tests.support import planned_for
 from tools.bench_step import random_rows
 
 
-def gradients(target: Target, precision: str, batch: int) -> tuple[Tree, set[str]]:
+def gradients(target: Target, precision: str, batch: int, **sizes: Any) -> tuple[Tree, set[str]]:
     """Of one step as planned for a device; and the kernel families that it takes."""
-    config = StepConfig(batch=batch)
+    config = StepConfig(batch=batch, **sizes)
     with (
         planned_for(target) as device,
         Engine(config, device=device, precision=precision, data=random_rows(config, 128), guard=True) as engine,
@@ -43,5 +45,17 @@ def test_gradients_are_those_of_another_plan(
     found, launched = gradients(Target.of(arch), precision, batch)
     expected, others = gradients(Target.of("sim"), precision, batch)
     assert kernels <= launched and kernels - others
+    assert_gradients(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("sizes", [{"h2": 254}, {"h2": 255, "atoms": 101}, {"h2": 254, "branches": (40, 3)}])
+def test_widths_that_are_no_multiples_of_anything(sizes: dict[str, Any]) -> None:
+    """Here and there a ReLU flips, which moves single gradients by some thousandths."""
+    found, _ = gradients(Target.of("sm_90"), "tf32", 64, **sizes)
+    expected, _ = gradients(Target.of("sim"), "tf32", 64, **sizes)
+    assert_gradients(found, expected, 1e-2)
+
+
+def assert_gradients(found: Tree, expected: Tree, tolerance: float) -> None:
     errors = {name: float(np.linalg.norm(found[name] - g) / np.linalg.norm(g)) for name, g in expected.items()}
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
