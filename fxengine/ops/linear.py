@@ -305,7 +305,6 @@ def backward_dw(
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
     shape = TILES[mode][name]
-    columns_whole = [(c, shape.columns) for c in columns]
     parts = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)
@@ -314,6 +313,7 @@ def backward_dw(
         parts = program.tensor(f"{unique}.partial", size, np.float32, arena=ACTIVATIONS)
         zeros = np.zeros(tiles, np.uint32)  # the kernel leaves them at 0
         arrived = program.tensor(f"{unique}.arrived", zeros.shape, zeros.dtype, arena="counters", data=zeros)
+    sizes = [(n, shape.rows), *((c, shape.columns) for c in columns)]
     fields = {
         **_operand("dy", dy),
         **_operand("x", x1),
@@ -329,7 +329,7 @@ def backward_dw(
         "k2": k - x1.shape[1],
         "slices": slices,
         "accumulate": int(accumulate),
-        "whole": int(slices == 1 and _whole((n, shape.rows), *columns_whole, tensors=(dy, x1, x2, dw))),
+        "whole": int(slices == 1 and _whole(*sizes, tensors=(dy, x1, x2, dw))),
     }
     before = [dw, db] if accumulate else []
     writes = [dw, db, parts, arrived]
