@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine import signals as signal_rows
 from fxengine import state as run_state
 from fxengine import telemetry as telemetry_rows
 from fxengine.acting import Acting, Actions, PolicyKind, Result, specified_acting
@@ -28,7 +27,7 @@ from fxengine.ops.linear_tiles import PRECISIONS
 from fxengine.ops.step import COUNTERS
 from fxengine.parameters import Parameters
 from fxengine.signals import Signals
-from fxengine.staging import InputStaging
+from fxengine.staging import InputStaging, SignalRows
 from fxengine.telemetry import Report, Telemetry
 
 if TYPE_CHECKING:
@@ -401,10 +400,11 @@ class Engine:
             self.plan.mapped("telemetry.ring").array.view(np.uint32).reshape(telemetry_rows.RING_ROWS, row // 8, 2),
             self.plan.mapped("telemetry.head").array.view(np.uint64),
         )
-        ring = self.plan.mapped("signals.ring").array.view(np.float32)
+        self._signal_rows = SignalRows(self.device, self.stream, self.plan.buffer(builder.snapshot))
         self.signals = Signals(
             builder.signals,
-            ring.reshape(signal_rows.RING_ROWS, signal_rows.ROW_STRIDE),
+            self._signal_rows.rows,
+            self._signal_rows.send,
             finished=self._telemetry.finished,
             idle=self._idle,
         )
@@ -427,7 +427,7 @@ class Engine:
         return self._variants[key]
 
     def _set_counters(self, counters: NDArray[np.uint64]) -> None:
-        """Device counters and the host's mirror of them: the next row of both rings, the next replay number."""
+        """Device counters and the host's mirror of them: the next rows of the rings, the next replay number."""
         self._write(self.plan.buffer("counters"), counters.view(np.uint8))
         self._submitted = int(counters[COUNTERS.index("replays")])
         self.plan.mapped("telemetry.head").array.view(np.uint64)[0] = self._submitted
@@ -463,7 +463,7 @@ class Engine:
         for variant in reversed(list(self.__dict__.get("_variants", {}).values())):
             variant.graph.close()
             variant.plan.close()
-        for name in ("_staging", "plan", "stream"):
+        for name in ("_staging", "_signal_rows", "plan", "stream"):
             owned = self.__dict__.get(name)
             if owned is not None:
                 owned.close()

@@ -41,7 +41,7 @@ class Evaluation:
             raise ValueError(f"inputs {sorted(inputs)} given, the step reads {sorted(self._builder.inputs)}")
         for name, array in inputs.items():
             self._engine._write(self._plan.buffer(self._builder.inputs[name]), np.asarray(array))
-        # Only a replay copies the host's signals to the snapshot that the forward reads.
+        # Only a step sends the host's signals to the snapshot that the forward reads.
         host = self._engine.signals.current()
         snapshot = self._engine.plan.buffer("signals")
         self._engine._write(snapshot.view(0, host.shape, host.dtype), host)

@@ -1,8 +1,9 @@
 """Named float32 signals: what the host may change between replays without recapture, and what the device owns.
 
-Host-owned signals travel in a ring of mapped-pinned rows. `Signals.publish` writes the row of the next replay, and
-that replay copies exactly this row into its device snapshot, so a value set before a launch is what that launch sees
-and no replay still in flight ever sees it. Device-owned slots (gate and readiness state, oracle bounds) live in the
+Every kernel reads signals from a snapshot on the device. Before a launch `Signals.publish` writes what the host has
+changed since the last one to a row of a ring of pinned memory, and enqueues its copy to the snapshot on the stream of
+the replays: a value set before a launch is what that launch sees, no replay still in flight ever sees it, and a launch
+before which nothing changed copies nothing. Device-owned slots (gate and readiness state, oracle bounds) live in the
 same snapshot; the host changes one only through `Signals.override`, applied at the next launch.
 """
 
@@ -20,12 +21,12 @@ from fxengine.waiting import wait_for
 
 #: Float32 slots of the device snapshot.
 SLOTS = 512
-#: Slots that every row carries: those of the host.
+#: Slots of the host, the first ones of the snapshot.
 HOST_SLOTS = 128
 #: Device-owned slots that one launch can override.
 MAX_OVERRIDES = 63
-#: Words from one row to the next: host slots, number of overrides, an unused word, (slot, value) pairs.
-ROW_STRIDE = HOST_SLOTS + 2 + 2 * MAX_OVERRIDES
+#: Floats of a row: the host's slots, the values of overrides, one unused.
+ROW = HOST_SLOTS + MAX_OVERRIDES + 1
 #: Rows of the ring: so many replays may be queued before `step()` waits for the oldest.
 RING_ROWS = 64
 #: Most parameter groups a step can have (slots are reserved for so many).
@@ -188,7 +189,8 @@ class Signals:
 
     Args:
         slots: the signal map.
-        rows: float32 [RING_ROWS, ROW_STRIDE], the mapped-pinned ring.
+        rows: float32 [rows, ROW], in pinned memory.
+        send: `staging.SignalRows.send`.
         finished: returns the number of replays that have finished (read from mapped memory, never blocks).
         idle: returns True when nothing is queued on the stream; raises what the device raises.
     """
@@ -197,28 +199,24 @@ class Signals:
         self,
         slots: SignalMap,
         rows: NDArray[np.float32],
+        send: Callable[[int, int, int, int], None],
         *,
         finished: Callable[[], int],
         idle: Callable[[], bool],
     ) -> None:
         self.map = slots
         self._rows = rows
+        self._send = send
         self._finished = finished
         self._idle = idle
         self._lock = threading.Lock()
-        self._row = np.zeros(ROW_STRIDE, np.float32)
-        self._words = self._row.view(np.uint32)
-        self._values = self._row[:HOST_SLOTS]
-        # All that a row holds without overrides: host slots and the number of overrides. Every launch after a change of
-        # a signal copies one; as bytes, through views made once, that takes half the time.
-        self._short = self._row[: HOST_SLOTS + 2].data.cast("B")
-        self._short_rows = [row[: HOST_SLOTS + 2].data.cast("B") for row in rows]
+        self._values = np.zeros(HOST_SLOTS, np.float32)
         self._overrides: dict[int, float] = {}
         for slot in slots.slots.values():
             if not slot.device_owned:
                 self._values[slot.index] = slot.default
-        self._version = 1
-        self._row_version = [0] * len(rows)
+        self._version = 1  # of the values
+        self._sent = 0  # the version that the device has, once it has caught up
         self._known_finished = 0
 
     def __getitem__(self, name: str) -> float:
@@ -266,7 +264,6 @@ class Signals:
             if slot.index not in self._overrides and len(self._overrides) == MAX_OVERRIDES:
                 raise ValueError(f"at most {MAX_OVERRIDES} slots can be overridden per launch; call step() first")
             self._overrides[slot.index] = checked
-            self._version += 1
 
     def current(self) -> NDArray[np.float32]:
         """The slots that the host owns [HOST_SLOTS], as the next launch will see them."""
@@ -282,32 +279,25 @@ class Signals:
         return iter(self.map.host_names)
 
     def publish(self, replay: int) -> None:
-        """Write the row that replay number `replay` (counted from 0) will read.
+        """Let replay number `replay` (counted from 0) see all that was set so far.
 
-        Waits for the oldest replay when all rows are in use; never overwrites a row that a queued replay reads.
+        Waits for the oldest replay when all rows are in use; never overwrites a row that may still have to be copied.
         """
-        count = len(self._row_version)
+        count = len(self._rows)
         if replay - self._known_finished >= count:
             self._wait(replay - count + 1)
+        if self._sent == self._version and not self._overrides:
+            return
         row = replay % count
         with self._lock:
-            if self._row_version[row] != self._version:
-                self._write_row(row)
-
-    def _write_row(self, row: int) -> None:
-        self._row_version[row] = self._version
-        if not self._overrides:
-            self._short_rows[row][:] = self._short
-            return
-        self._words[HOST_SLOTS] = len(self._overrides)
-        for i, (slot, value) in enumerate(self._overrides.items()):
-            self._words[HOST_SLOTS + 2 + 2 * i] = slot
-            self._row[HOST_SLOTS + 3 + 2 * i] = value
-        self._rows[row] = self._row
-        # They hold for one launch: every row, this one included, is to be written again.
-        self._overrides.clear()
-        self._words[HOST_SLOTS] = 0
-        self._version += 1
+            if self._sent != self._version:
+                self._rows[row, :HOST_SLOTS] = self._values
+                self._send(row, 0, HOST_SLOTS, 0)
+                self._sent = self._version
+            for i, (slot, value) in enumerate(self._overrides.items(), HOST_SLOTS):
+                self._rows[row, i] = value
+                self._send(row, i, 1, slot)
+            self._overrides.clear()
 
     def _wait(self, needed: int) -> None:
         self._known_finished = wait_for(

@@ -1,4 +1,4 @@
-"""Host batches on their way to the device: pinned slots, asynchronous copies in stream order."""
+"""What the host sends to the device: batches and signals, through pinned memory, by copies in stream order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fxengine.driver import Buffer, Device, Event, MappedBuffer, Stream
+from fxengine.signals import RING_ROWS, ROW
 
 #: Batches that may be under way to the device before `write` waits for the oldest copy.
 SLOTS = 4
@@ -75,6 +76,38 @@ class InputStaging:
                 for entry in entries:
                     entry.close()
             owned.clear()
+
+
+class SignalRows:
+    """A ring of rows in pinned memory, from which signals go to a snapshot on the device.
+
+    A row must not be written while a copy of it is still to be made: `Signals` and `Collector` wait for the replay that
+    it was sent for.
+
+    Args:
+        device: the device.
+        stream: the stream of the replays.
+        snapshot: float32 [SLOTS] on the device.
+    """
+
+    def __init__(self, device: Device, stream: Stream, snapshot: Buffer) -> None:
+        self._device, self._stream, self._snapshot = device, stream, snapshot
+        self._memory = MappedBuffer(device, (RING_ROWS, ROW), np.float32, name="signal rows")
+        self.rows = self._memory.array
+        """float32 [RING_ROWS, ROW]."""
+        self._first = self.rows.ctypes.data
+
+    def send(self, row: int, first: int, count: int, slot: int) -> None:
+        """Enqueue a copy of `count` floats of a row, from `first` on, to the snapshot from `slot` on."""
+        source = self._first + 4 * (row * ROW + first)
+        with self._device.activate():
+            self._device.driver.cuMemcpyHtoDAsync(
+                self._snapshot.address + 4 * slot, source, 4 * count, self._stream.handle
+            )
+
+    def close(self) -> None:
+        """Free the rows. Idempotent."""
+        self._memory.close()
 
 
 def _as_numpy(value: Any) -> np.ndarray:

@@ -48,7 +48,7 @@ def collect(engine: Engine) -> dict[str, NDArray[Any]]:
         arrays[name] = engine._read(plan.buffer(tensor))
     arrays["counters"] = engine._read(plan.buffer("counters")).view(np.uint64)
     arrays["signals.device"] = engine._read(plan.buffer(builder.snapshot))
-    arrays["signals.device"][: signal_rows.HOST_SLOTS] = 0.0  # each replay copies them; signals.host has them
+    arrays["signals.device"][: signal_rows.HOST_SLOTS] = 0.0  # the host's, which signals.host has
     host = engine.signals.as_dict()
     arrays["signals.host"] = np.array([host[n] for n in builder.signals.host_names], np.float32)
     return arrays
@@ -79,7 +79,9 @@ def restore(engine: Engine, arrays: Mapping[str, NDArray[Any]]) -> None:
     if builder.sampling is not None:
         engine.inserted = int(arrays[builder.sampling.stored.ring.counters.name][0])
     engine._set_counters(arrays["counters"])
-    engine._write(plan.buffer(builder.snapshot), arrays["signals.device"])
+    slots = arrays["signals.device"][signal_rows.HOST_SLOTS :]
+    owned = plan.buffer(builder.snapshot).view(4 * signal_rows.HOST_SLOTS, slots.shape, slots.dtype)
+    engine._write(owned, slots)
     engine.signals.update(dict(zip(builder.signals.host_names, map(float, arrays["signals.host"]), strict=True)))
 
 

@@ -1,6 +1,4 @@
-// fx_gather: what a replay reads before anything else: a random batch, and its row of signals.
-//
-// Batch records (ring = 0): rows of device-resident data, picked at random on the device.
+// fx_gather: a random batch: rows of device-resident data, picked on the device.
 //   target[b, :] = source[index_b, :] for b < rows; a row is `words` 4-byte words of any type, copied bit for bit
 //   index_b = high 64 bits of (y:x) * population, where (x, y, z, w) = Philox4x32-10 with
 //     key     = (seed low, seed high)                          seed = counters[3]
@@ -8,13 +6,6 @@
 // An index depends on (seed, replay, stream, b) alone: every record of one stream picks the same rows, so states and
 // their labels match. Bias below population / 2^64. Overwrites its target.
 // Tiles: tile_rows rows each (1..256, chosen by the caller so that a tile is about 2048 words).
-//
-// Signal records (ring = 1): the host's row of this replay, from mapped memory to the device snapshot.
-//   row      : source + (replay % population) * source_stride words:
-//              [words floats][unsigned overrides][unused word][overrides x (unsigned slot, float value)]
-//   snapshot : target[0..words) = the row's floats; target[slot] = value for each override
-//   A 32-byte read of host memory costs about 0.1 us however many are in flight, so only what is always needed is read
-//   at once, and overrides only when there are any. One tile.
 #include "fx.cuh"
 
 struct Gather {
@@ -31,21 +22,7 @@ struct Gather {
     int rows;                            // rows to pick
     int tile_rows;                       // rows per tile
     unsigned stream;                     // random stream
-    int ring;                            // 1 = a signal record
 };
-
-__device__ __forceinline__ void gather_signals(const Gather& record) {
-    const u64 row = record.counters[0] % static_cast<u64>(record.population);
-    const unsigned* source = record.source + row * static_cast<u64>(record.source_stride);
-    const int i = static_cast<int>(threadIdx.x);
-    const unsigned value = i < record.words ? fx_load_fresh(source + i) : 0u;
-    const unsigned overrides = fx_load_fresh(source + record.words);
-    if (i < record.words) record.target[i] = value;
-    const unsigned* pairs = source + record.words + 2;
-    for (unsigned k = threadIdx.x; k < overrides; k += 256) {
-        record.target[fx_load_fresh(pairs + 2 * k)] = fx_load_fresh(pairs + 2 * k + 1);
-    }
-}
 
 // A thread has all of its loads under way before it stores: rows picked at random come from far away.
 template <class Word>
@@ -78,10 +55,6 @@ extern "C" __global__ void __launch_bounds__(256) fx_gather(const Gather* table,
     const Gather record = fx_record(table, count, tile);
     fx_wait();
     fx_trigger();
-    if (record.ring != 0) {
-        gather_signals(record);
-        return;
-    }
     const int first = tile * record.tile_rows;
     const int rows = record.rows - first < record.tile_rows ? record.rows - first : record.tile_rows;
     const int b = static_cast<int>(threadIdx.x);

@@ -8,7 +8,6 @@
 //   number of steps up to the first done one, at most n:
 //     reward = sum_{k<m} gamma^k r_k (in double)    discount = gamma^m, or 0 where the last step terminated
 //     weight = (smallest leaf of the batch / leaf)^beta, or 1 without leaves
-//   gamma may be a column of the host's ring of signals: the discount then need not wait for the snapshot of signals.
 // fx_replay_gather: target[b, :] = the row of one field at the start of transition b, or at its last step (done given).
 //   Where no starts are given, every block draws them anew: cheaper than a launch that it would have to wait for.
 //   A tile is tile_rows transitions of tile_columns columns.
@@ -24,7 +23,7 @@ struct ReplaySample {
     const unsigned long long* ring;      // steps inserted, next slot
     const int* done;                     // [slots * envs] bit 0 = terminated, bit 1 = truncated
     const float* rewards;                // [slots * envs]
-    const float* gamma;                  // [gamma_rows] of which replay r reads r % gamma_rows
+    const float* gamma;                  // signal
     const float* beta;                   // signal, or null
     const int* starts;                   // [rows], or null: drawn here
     const float* leaves;                 // [rows] leaves that the starts were drawn by, or null
@@ -33,8 +32,6 @@ struct ReplaySample {
     float* reward;                       // [rows]
     float* discount;                     // [rows]
     float* weight;                       // [rows]
-    long long gamma_stride;              // floats between rows of gamma
-    int gamma_rows;
     int slots;
     int envs;
     int n;
@@ -70,8 +67,7 @@ extern "C" __global__ void __launch_bounds__(256) fx_replay_sample(const ReplayS
     const unsigned start = record.starts != nullptr
                                ? static_cast<unsigned>(record.starts[b])
                                : replay_draw(record.ring, record.counters, record.stream, b, slots, envs, n);
-    const u64 turn = record.counters[0] % static_cast<u64>(record.gamma_rows);
-    const double gamma = fx_load_fresh(record.gamma + turn * static_cast<u64>(record.gamma_stride));
+    const double gamma = *record.gamma;
     double factor = 1.0, reward = 0.0;
     unsigned end = start;
     int last = 0;

@@ -42,7 +42,7 @@ class Fusion:
     def fuses(self, part: Part) -> bool:
         """Whether a part may share a launch: small, two blocks to a multiprocessor, no view of the whole grid."""
         family = part.family
-        if family.alone or family.slow or family.shared or part.blocks > self._limit:
+        if family.alone or family.shared or part.blocks > self._limit:
             return False
         text = KernelSource.load(family.source).text
         bounds = {name: (int(threads), int(blocks or 2)) for threads, blocks, name in _ENTRY.findall(text)}

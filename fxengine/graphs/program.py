@@ -172,7 +172,6 @@ class Family:
             (weight gradients: nothing but the optimizer waits for them).
         shared: bytes of dynamic shared memory of a block.
         alone: never share a launch with another family.
-        slow: it waits for something slow outside the device: it shares no launch either, and leads no graph.
         early: fields of the record whose tensors the kernel reads before it waits for its predecessors (weights, which
             are seldom new). The planner lets it begin early only where no direct predecessor writes them.
         whole: a block takes up most of a multiprocessor (shared memory, registers).
@@ -190,7 +189,6 @@ class Family:
     late: bool = False
     shared: int = 0
     alone: bool = False
-    slow: bool = False
     early: tuple[str, ...] = ()
     whole: bool = False
     gradients: tuple[str, ...] = ()

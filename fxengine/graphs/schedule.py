@@ -109,8 +109,7 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
         after.append({node_of[j] for i in indices for j in before[i]})
         if clears and any(_touches_zeroed(records[i]) for i in indices):
             after[n].add(0)
-    aside = {n for n, launch in enumerate(launches) if all(part.family.slow for part, _ in launch)}
-    order, after = _one_root(after, aside)
+    order, after = _one_root(after, clears)
     reduced = _transitive_reduction(after)
 
     nodes: list[Node] = []
@@ -158,14 +157,15 @@ def _heights(after: Sequence[Collection[int]]) -> list[int]:
     return height
 
 
-def _one_root(after: Sequence[set[int]], aside: Collection[int]) -> tuple[list[int], list[set[int]]]:
+def _one_root(after: Sequence[set[int]], clears: bool) -> tuple[list[int], list[set[int]]]:
     """Order of the nodes, and what each follows then: the first node of the longest path leads, and the others that
     follow nothing come behind it if they have time.
 
     A graph starts its roots one after another, in an order of its own: the first node of a step was seen to start
     microseconds behind others that nobody waited for. Where one of them is needed at once, an order does not help, and
-    only the `aside` come behind: the memset, and what waits for something slow itself.
+    only the memset comes behind (node 0, if the program `clears`).
     """
+    aside = {0} if clears else set()
     height = _heights(after)
     roots = [i for i, deps in enumerate(after) if not deps]
     first = max((i for i in roots if i not in aside), key=lambda i: height[i], default=-1)

@@ -91,7 +91,6 @@ class StepBuilder:
         self.target_groups: list[TargetGroup] = []
         self._spectral: list[str] = []
         self.oracle_every = 0
-        self.signals_apart = False
         self._after_backward: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._mirrored: list[str] = []
@@ -101,9 +100,6 @@ class StepBuilder:
         self._reports = self.program.tensor("telemetry.values", (_REPORT_SLOTS,), np.float32, arena=ZEROED)
         if self.train:
             self.counters = step.declare_counters(self.program, arena="counters")
-            self._ring = self.program.tensor(
-                "signals.ring", (signal_rows.RING_ROWS, signal_rows.ROW_STRIDE), np.float32, arena=MAPPED
-            )
         self.sampling = Sampling(self, replay) if replay is not None else None
 
     # -- declarations --------------------------------------------------------------------------------------------
@@ -215,16 +211,6 @@ class StepBuilder:
         index = self.signals.slot(name).index
         return self.snapshot.rows(index, index + 1)
 
-    def host_signal(self, name: str) -> Tensor:
-        """A host-owned signal in the host's ring, float32 [rows, 1]: for who cannot wait for the snapshot.
-
-        Replay r reads row r % rows. Host memory is slow to read.
-        """
-        slot = self.signals.slot(name)
-        if slot.device_owned:
-            raise ProgramError(f"signal '{name}' is owned by the device: it is in the snapshot only")
-        return self._ring.columns(slot.index, slot.index + 1)
-
     def report(self, name: str) -> Tensor:
         """One float of the telemetry row, read by the host under `name`. Zero unless written in the step."""
         if name in self.reported:
@@ -271,7 +257,6 @@ class StepBuilder:
         unused = sorted(set(self._data) - set(self.inputs))
         if unused:
             raise ProgramError(f"data given for {unused}, but the step has inputs {sorted(self.inputs)}")
-        self._begin()
         self.tape.backward()
         for append in self._after_backward:
             append()
@@ -295,22 +280,7 @@ class StepBuilder:
             mirrored=[self.signals.slot(name).index for name in self._mirrored],
             ring=ring,
             head=head,
-            after=self.sampling.drawn if self.sampling is not None else (),
         )
-
-    def _begin(self) -> None:
-        """The record that every other one comes after: this replay's signals."""
-        launches = self.program.launches
-        gather.gather_signals(
-            self.program,
-            self._ring,
-            self.snapshot,
-            words=signal_rows.HOST_SLOTS,
-            counters=self.counters,
-            apart=self.signals_apart,
-            label="signals",
-        )
-        launches.insert(0, launches.pop())
 
     def _fold_sums(self) -> list[step.Sum]:
         """Sums that only telemetry reads are left to the last node: each of them would be a record of its own."""

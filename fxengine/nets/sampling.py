@@ -51,11 +51,6 @@ class Sampling:
         """Names of the inputs that it can fill."""
         return (*_COMPUTED, *(name for name in self.stored.columns if name not in ("reward", "done")))
 
-    @property
-    def drawn(self) -> tuple[Tensor, ...]:
-        """What the draw leaves on the device; complete once it has read the host's ring of signals."""
-        return (self._drawn.discount,) if self._drawn else ()
-
     def input(self, name: str, shape: Sequence[int], dtype: DTypeLike) -> Tensor:
         """The input of this name, filled in every replay.
 
@@ -146,8 +141,7 @@ class Sampling:
             self._drawn,
             counters=step.counters,
             stream=BATCH_STREAM,
-            # Drawing by priority takes a launch, in which the signals come to the device.
-            gamma=step.signal("gamma") if stored.tree else step.host_signal("gamma"),
+            gamma=step.signal("gamma"),
             drawn_by=self._leaves,
             beta=step.signal("priority_beta") if self._leaves else None,
             label="returns",

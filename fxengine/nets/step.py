@@ -55,7 +55,6 @@ def specified_step(step: StepBuilder, config: StepConfig) -> None:
         return
     step.signals.include("policy")
     _declare_groups(step, config)
-    step.signals_apart = True  # the step branches from its first level on
     batch = _inputs(step, config)
     at_s = Pass(step, trained=step.train)
     after = Pass(step, ".next")

@@ -25,8 +25,6 @@ def _tiles(fields: Mapping[str, Any]) -> int:
 
 
 GATHER = Family("gather", "gather.cu", "fx_gather", "Gather", tiles=_tiles)
-#: The same kernel in a launch of its own.
-SIGNALS = Family("signals", "gather.cu", "fx_gather", "Gather", tiles=_tiles, slow=True)
 
 
 def gather(
@@ -84,63 +82,9 @@ def gather(
             "rows": batch,
             "tile_rows": max(1, min(_TILE_ROWS, _TILE_WORDS // words)),
             "stream": stream,
-            "ring": 0,
         },
         reads=[source, counters],
         writes=[target, indices],
-        label=label,
-    )
-
-
-def gather_signals(
-    program: Program, ring: Tensor, signals: Tensor, *, words: int, counters: Tensor, apart: bool = False, label: str
-) -> None:
-    """Append: copy this replay's row of the signal ring to the device snapshot.
-
-    Args:
-        program: program to append to.
-        ring: float32 [rows, stride] in mapped memory; replay r reads row r % rows. A row holds `words` floats, the
-            number of overrides (uint32), an unused word, then a uint32 slot and a float32 value per override.
-        signals: float32 [slots], the snapshot: its first `words` slots take the row's floats, overridden slots their
-            values, the others stay.
-        words: number of slots that every row carries, at most 256.
-        counters: uint64 [4].
-        apart: in a launch of its own instead of together with the batch. Host memory is slow to read; a step that has
-            side branches anyway need not make the batch wait for it, while in a chain one more branch costs the host
-            more than it saves.
-        label: shown in tables.
-
-    Raises:
-        ValueError: a dtype or shape is wrong, or a row of the ring is too short for `words` and the override count.
-    """
-    if signals.dtype != np.float32 or ring.dtype != np.float32 or len(ring.shape) != 2 or not signals.contiguous:
-        raise ValueError(
-            f"'{label}': signals must be float32 [slots] and ring float32 [rows, stride], "
-            f"got {signals.dtype} {signals.shape} and {ring.dtype} {ring.shape}"
-        )
-    if not 0 < words <= min(256, signals.size) or ring.shape[1] < words + 2:
-        raise ValueError(
-            f"'{label}': a row carries 1 to 256 slots of the snapshot's {signals.size} and needs {words + 2} words "
-            f"for {words} of them, got rows of {ring.shape[1]}"
-        )
-    program.launch(
-        SIGNALS if apart else GATHER,
-        {
-            "source": ring,
-            "target": signals,
-            "counters": counters,
-            "index_out": 0,
-            "source_stride": ring.ld,
-            "target_stride": 0,
-            "population": ring.shape[0],
-            "words": words,
-            "rows": 1,
-            "tile_rows": 1,
-            "stream": 0,
-            "ring": 1,
-        },
-        reads=[ring, counters],
-        writes=[signals],
         label=label,
     )
 

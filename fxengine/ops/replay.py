@@ -176,8 +176,7 @@ def sample(
         out: overwritten, but for `start` with `drawn_by`.
         counters: uint64 [4] (replays finished, t, skipped, seed).
         stream: number of the random stream, 32 bits.
-        gamma: float32 [1], or [n, 1] of which replay r reads row r % n: a column of the host's ring of signals, for a
-            batch that need not wait until the signals are on the device.
+        gamma: float32 [1], discount of one step.
         drawn_by: float32 [B], the leaves that `priorities.sample` drew `out.start` by. None: the starts are drawn here,
             and every weight is 1.
         beta: float32 [1], exponent of the weights; needed with `drawn_by`.
@@ -193,8 +192,7 @@ def sample(
         require(getattr(out, role), np.int32, (batch,), role, label)
     for role in ("reward", "discount", "weight"):
         require(getattr(out, role), np.float32, (batch,), role, label)
-    if gamma.dtype != np.float32 or gamma.shape not in ((1,), (gamma.shape[0], 1)):
-        raise ProgramError(f"'{label}': gamma must be float32 (1,) or (n, 1), got {gamma.dtype} {gamma.shape}")
+    require(gamma, np.float32, (1,), "gamma", label)
     require(beta, np.float32, (1,), "beta", label)
     require(drawn_by, np.float32, (batch,), "drawn_by", label)
     if (drawn_by is None) != (beta is None):
@@ -217,8 +215,6 @@ def sample(
             "reward": out.reward,
             "discount": out.discount,
             "weight": out.weight,
-            "gamma_stride": gamma.ld,
-            "gamma_rows": gamma.shape[0],
             "slots": ring.slots,
             "envs": ring.envs,
             "n": ring.n_step,

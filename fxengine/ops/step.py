@@ -74,7 +74,6 @@ def end(
     sums: Sequence[Sum] = (),
     signals: Tensor | None = None,
     mirrored: Sequence[int] = (),
-    after: Sequence[Tensor] = (),
     label: str = "end",
 ) -> None:
     """Write this replay's telemetry row, then advance the counters.
@@ -92,7 +91,6 @@ def end(
         sums: values that are added up here; at most 32.
         signals: float32 [slots], the snapshot; needed by `mirrored`.
         mirrored: slots of the snapshot that the row ends with.
-        after: tensors that must be complete before the row says that the replay has finished.
         label: shown in tables.
 
     Raises:
@@ -151,7 +149,7 @@ def end(
             "rows": ring.shape[0],
         },
         reads=[
-            *(values, counters, skip, group_mask, signals, slots, *after),
+            *(values, counters, skip, group_mask, signals, slots),
             *(t for item in sums for t in (item.partials, item.denominator)),
         ],
         writes=[counters, ring, head, *(s.target for s in sums)],

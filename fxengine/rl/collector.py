@@ -9,9 +9,8 @@
             trace = walk.run()
 
 A collector is a program of its own over the engine's parameters and replay. Its forward has its own activations, and a
-snapshot of the host's signals of its own, which each step copies from a ring of mapped rows: a step sees what
-`engine.signals` held when it was launched, and nothing is captured again. Its last record advances the counters that
-key its random numbers.
+snapshot of the host's signals of its own: a step sees what `engine.signals` held when it was launched, and nothing is
+captured again. Its last record advances the counters that key its random numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxengine.driver.errors import ClosedError
-from fxengine.graphs import MAPPED, Plan, StepGraph
+from fxengine.graphs import Plan, StepGraph
 from fxengine.graphs.plan import capture_sequence
 from fxengine.nets.builder import StepBuilder
-from fxengine.ops import gather, market
+from fxengine.ops import market
 from fxengine.ops.market import ACCOUNT, CLOCK
 from fxengine.ops.policy import PolicyKind
 from fxengine.ops.replay import ARENA as REPLAY_ARENA
 from fxengine.rl.replay import Field, Replay, insert
 from fxengine.rl.transition import LEARNT, append_end, append_transition, check_signals, loop_builder, reset_plan
-from fxengine.signals import HOST_SLOTS, RING_ROWS, ROW_STRIDE
+from fxengine.signals import HOST_SLOTS, RING_ROWS
+from fxengine.staging import SignalRows
 from fxengine.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -106,10 +106,6 @@ class Collector:
         self._closed = False
 
         builder = loop_builder(engine)
-        ring = builder.program.tensor("collector.ring", (RING_ROWS, ROW_STRIDE), arena=MAPPED)
-        gather.gather_signals(
-            builder.program, ring, builder.snapshot, words=HOST_SLOTS, counters=builder.counters, label="signals"
-        )
         environments = market.declare(builder.program, data, spec, engine.replay.envs)
         transition = append_transition(builder, environments, agent, policy)
         wanted = {name: tensor for name, tensor in transition.items() if name in engine.replay.stored}
@@ -128,10 +124,8 @@ class Collector:
         self._graph = self._plan.capture(stream=engine.stream)
         self._launch = self._graph.bind(engine.stream)
         self._chains: dict[tuple[Plan, ...], StepGraph] = {}
-        rows = self._plan.mapped(ring.name).array.view(np.float32).reshape(ring.shape)
-        rows[:] = 0.0
-        self._rows = rows[:, :HOST_SLOTS]
-        self._versions = [0] * RING_ROWS  # of the signals in the rows; the host's begin with 1
+        self._rows = SignalRows(engine.device, engine.stream, self._plan.buffer(builder.snapshot))
+        self._version = 0  # of the signals in the snapshot; the host's begin with 1
         self._head = self._plan.mapped("collector.head").array.view(np.uint64)
         self._set_counters(0)
         self.reset()
@@ -264,15 +258,16 @@ class Collector:
         return self._engine._variant(decompose=False, oracles=self._engine.runs_oracles(number)).plan
 
     def _publish(self, steps: int) -> None:
-        """Write the rows that the next steps read; never one that a queued step reads."""
+        """Let the next steps see the signals as they are; waits while so many are queued that rows are in use."""
         signals, last = self._engine.signals, self._steps + steps
         if last - self._finished > RING_ROWS:
             self._wait(last - RING_ROWS)
-        version = signals._version  # read before the values: a later change is written by the next launch
-        for row in (step % RING_ROWS for step in range(self._steps, last)):
-            if self._versions[row] != version:
-                self._rows[row] = signals.current()
-                self._versions[row] = version
+        version = signals._version  # read before the values: a later change is sent by the next launch
+        if self._version != version:
+            row = self._steps % RING_ROWS
+            self._rows.rows[row, :HOST_SLOTS] = signals.current()
+            self._rows.send(row, 0, HOST_SLOTS, 0)
+            self._version = version
 
     def _wait(self, needed: int) -> None:
         """Until so many steps have finished."""
@@ -301,6 +296,7 @@ class Collector:
             graph.close()
         self._chains.clear()
         self._start.close()
+        self._rows.close()
         self._plan.close()
 
     def __enter__(self) -> Collector:

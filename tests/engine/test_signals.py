@@ -13,7 +13,7 @@ from fxengine.signals import (
     HOST_SLOTS,
     MAX_OVERRIDES,
     RING_ROWS,
-    ROW_STRIDE,
+    ROW,
     SLOTS,
     RingFullError,
     SignalMap,
@@ -80,8 +80,9 @@ def test_an_override_holds_for_one_launch(device: Device) -> None:
         engine.signals.override("alpha_grad", 0.25)
         engine.signals.override("bound.grad.aux_trunk", 2.0)
         engine.step()
-        engine.plan.buffer("signals").write(np.zeros(SLOTS * 4, np.uint8))
         engine.synchronize()
+        owned = engine.plan.buffer("signals").view(4 * HOST_SLOTS, (SLOTS - HOST_SLOTS,), np.float32)
+        owned.write(np.zeros(owned.shape, np.float32))
         engine.step()
         state = engine.state()["signals.device"]
         assert state[393] == 0.0
@@ -122,26 +123,43 @@ def test_bad_writes_are_refused_and_change_nothing(device: Device) -> None:
         assert engine.signals.as_dict() == before
 
 
-def _signals(finished: list[int], idle: bool = False) -> tuple[Signals, np.ndarray]:
-    ring = np.zeros((4, ROW_STRIDE), np.float32)
-    return Signals(SignalMap(), ring, finished=lambda: finished[0], idle=lambda: idle), ring
+class Snapshot:
+    """Signals whose copies are made at once; without a device."""
+
+    def __init__(self, finished: list[int] | None = None, idle: bool = False, groups: SignalMap | None = None) -> None:
+        self.rows = np.zeros((4, ROW), np.float32)
+        self.values = np.zeros(SLOTS, np.float32)
+        self.copies: list[tuple[int, int]] = []
+        counted = [100] if finished is None else finished
+        self.signals = Signals(
+            groups or SignalMap(), self.rows, self._send, finished=lambda: counted[0], idle=lambda: idle
+        )
+
+    def _send(self, row: int, first: int, count: int, slot: int) -> None:
+        self.copies.append((row, count))
+        self.values[slot : slot + count] = self.rows[row, first : first + count]
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.values[self.signals.map.slot(name).index])
 
 
-def test_rows_are_rewritten_only_after_a_change() -> None:
-    signals, ring = _signals([100])
-    for replay in range(4):
-        signals.publish(replay)
-    ring[:] = -1.0
-    signals.publish(4)
-    assert (ring == -1.0).all(), "nothing changed, so the row still held the right values"
-    signals["w_nb"] = 0.5
-    signals.publish(5)
-    assert ring[1, SignalMap().slot("w_nb").index] == 0.5
+def test_what_has_not_changed_is_not_sent() -> None:
+    device = Snapshot()
+    device.signals.publish(0)
+    assert device.copies == [(0, HOST_SLOTS)]
+    assert (device["w_nb"], device["lr.trunk"]) == (1.0, np.float32(3e-4))
+    device.signals.publish(1)
+    assert len(device.copies) == 1
+    device.signals["w_nb"] = 0.5
+    device.signals["w_pred"] = 0.25
+    device.signals.publish(6)
+    assert device.copies[1:] == [(2, HOST_SLOTS)]
+    assert (device["w_nb"], device["w_pred"]) == (0.5, 0.25)
 
 
 def test_publish_waits_for_the_replay_that_reads_the_row() -> None:
     finished = [0]
-    signals, _ = _signals(finished)
+    signals = Snapshot(finished).signals
     for replay in range(4):
         signals.publish(replay)
     thread = threading.Thread(target=signals.publish, args=(4,))
@@ -154,37 +172,35 @@ def test_publish_waits_for_the_replay_that_reads_the_row() -> None:
 
 
 def test_an_idle_device_that_never_finished_the_replay_is_an_error() -> None:
-    signals, _ = _signals([0], idle=True)
+    signals = Snapshot([0], idle=True).signals
     with pytest.raises(RingFullError, match="0 replays, 1 expected"):
         signals.publish(4)
 
 
-def test_a_row_holds_the_host_slots_and_the_pending_overrides() -> None:
-    signals, ring = _signals([100])
-    signals["w_nb"] = 0.25
-    signals.publish(0)
-    words = ring.view(np.uint32)
-    assert ring[0, SignalMap().slot("w_nb").index] == 0.25
-    assert words[0, HOST_SLOTS] == 0
-    signals.override("alpha_grad", 0.5)
-    signals.override("alpha_grad", 0.75)
-    signals.publish(1)
-    signals.publish(2)
-    assert words[1, HOST_SLOTS] == 1
-    assert (words[1, HOST_SLOTS + 2], ring[1, HOST_SLOTS + 3]) == (393, 0.75)
-    assert words[2, HOST_SLOTS] == 0
+def test_overrides_are_sent_once() -> None:
+    device = Snapshot()
+    device.signals.publish(0)
+    device.signals.override("alpha_grad", 0.5)
+    device.signals.override("alpha_grad", 0.75)
+    device.signals.override("gate_open", 1.0)
+    device.signals.publish(1)
+    assert device.copies[1:] == [(1, 1), (1, 1)]
+    assert (device["alpha_grad"], device["gate_open"]) == (0.75, 1.0)
+    device.signals.publish(2)
+    assert len(device.copies) == 3
     assert all(s.index < HOST_SLOTS for s in SignalMap().slots.values() if not s.device_owned)
 
 
 def test_more_overrides_than_a_row_holds_are_refused() -> None:
     names = [s.name for s in SignalMap({g: f"g{g}" for g in range(16)}).slots.values() if s.device_owned]
     assert len(names) > MAX_OVERRIDES
-    wide = Signals(SignalMap({g: f"g{g}" for g in range(16)}), np.zeros((4, ROW_STRIDE), np.float32),
-                   finished=lambda: 100, idle=lambda: False)  # fmt: skip
+    device = Snapshot(groups=SignalMap({g: f"g{g}" for g in range(16)}))
+    wide = device.signals
     for name in names[:MAX_OVERRIDES]:
         wide.override(name, 1.0)
     with pytest.raises(ValueError, match="at most 63"):
         wide.override(names[MAX_OVERRIDES], 1.0)
     wide.override(names[0], 2.0)  # one of those already pending
     wide.publish(0)
+    assert len(device.copies) == 1 + MAX_OVERRIDES
     wide.override(names[MAX_OVERRIDES], 1.0)

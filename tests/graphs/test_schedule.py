@@ -15,8 +15,7 @@ from fxengine.graphs import ZEROED, Family, Program, ProgramError, Tensor, depth
 
 from .chains import CHAIN, EARLY, LATE, OTHER, WHOLE, chain
 
-SLOW = replace(OTHER, name="slow", slow=True)
-FAMILIES = (CHAIN, OTHER, LATE, EARLY, WHOLE, SLOW, replace(OTHER, name="alone", alone=True))
+FAMILIES = (CHAIN, OTHER, LATE, EARLY, WHOLE, replace(OTHER, name="alone", alone=True))
 
 
 @pytest.fixture
@@ -107,17 +106,22 @@ def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> No
 
 @pytest.mark.parametrize("needed", [False, True])
 def test_roots_wait_for_that_of_the_longest_path_if_all_have_time(program: Program, needed: bool) -> None:
-    """One that is needed second has no time: then none waits but what waits for something slow anyway."""
-    a, g, h, i, j, *path = vectors(program, "aghijbcdef")
+    """One that is needed second has no time: then none waits but the memset."""
+    a, g, h, i, *path = vectors(program, "aghibcdef")
+    sums = program.tensor("sums", (8,), arena=ZEROED)
     chain(program, path[0], path[1], a)
     chain(program, g, h, a, family=OTHER)
-    chain(program, i, j, a, family=SLOW)
+    chain(program, i, sums, a, accumulate=True, family=replace(OTHER, name="sums"))
     chain(program, path[1], path[2], h if needed else a)
     for x, y in itertools.pairwise(path[2:]):
         chain(program, x, y, a)
     nodes = schedule(program)
     assert depth(nodes) == 4
-    assert {n.label: n.after for n in nodes[:3]} == {"b->c": (), "g->h": () if needed else (0,), "i->j": (0,)}
+    assert {n.label: n.after for n in nodes[:3]} == {
+        "b->c": (),
+        "clear the zeroed arena": (0,),
+        "g->h": () if needed else (0,),
+    }
 
 
 @pytest.mark.parametrize(

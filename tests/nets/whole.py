@@ -74,7 +74,8 @@ def restore(engine: Engine, arrays: Mapping[str, Any]) -> None:
     now = counters.read().view(np.uint64)
     now[1:3] = arrays["counters"][1:3]
     counters.write(now.view(np.uint8))
-    engine.plan.buffer(engine.builder.snapshot).write(np.asarray(arrays["signals.device"], np.float32))
+    slots = np.asarray(arrays["signals.device"][HOST_SLOTS:], np.float32)
+    engine.plan.buffer(engine.builder.snapshot).view(4 * HOST_SLOTS, slots.shape, slots.dtype).write(slots)
 
 
 def _buffers(group: ParamGroup) -> list[tuple[str, Tensor]]:

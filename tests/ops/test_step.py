@@ -1,4 +1,4 @@
-"""Both ends of a replay: signal rows in, counters on, telemetry rows out."""
+"""The end of a replay: counters on, telemetry rows out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 from fxengine.driver import Device
 from fxengine.graphs import MAPPED, Plan, Program, Tensor
 from fxengine.ops import step
-from fxengine.ops.gather import gather_signals
 from fxengine.ops.reduce import reference_sum
+from tests.graphs.chains import chain
 from tests.support import assert_close
 
 SLOTS, ROWS = 96, 4
-STRIDE = SLOTS + 32
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class _Guard:
 
 
 class Replay:
-    """A program of the two ends alone: the snapshot of the signals is its telemetry."""
+    """A program that adds 1 to its values if they `rise`, and reports them."""
 
     def __init__(
         self,
@@ -35,25 +34,21 @@ class Replay:
         guard: bool = True,
         counters: tuple[int, ...] = (0, 0, 0, 7),
         slots: int = SLOTS,
-        words: int | None = None,
+        rise: bool = False,
         partials: dict[str, np.ndarray] | None = None,
-        signal_rows: int = ROWS,
     ) -> None:
         program = Program(device.target)
         self.slots = slots
-        words = min(slots, 256) if words is None else words
         self.counters = program.tensor("counters", (4,), np.uint64, arena="state", data=np.array(counters, np.uint64))
-        self.snapshot = program.tensor("signals", (slots,), arena="state", data=np.full(slots, -1.0, np.float32))
+        self.values = program.tensor("values", (slots,), arena="state", data=np.full(slots, -1.0, np.float32))
         zero = np.zeros(1, np.uint32)
         self.guard = _Guard(
             program.tensor("skip", (1,), np.uint32, arena="state", data=zero),
             program.tensor("mask", (1,), np.uint64, arena="state", data=zero.astype(np.uint64)),
         )
-        stride = words + 2 + 2 * 16
-        ring = program.tensor("signal ring", (signal_rows, stride), arena=MAPPED)
         sums = [
             step.Sum(
-                self.snapshot.rows(slots - len(partials or {}) + i, slots - len(partials or {}) + i + 1),
+                self.values.rows(slots - len(partials or {}) + i, slots - len(partials or {}) + i + 1),
                 program.tensor(name, a.shape, a.dtype, arena="state", data=a),
                 program.tensor(f"{name}.n", (1,), np.int32, arena="state", data=np.array([5 * i], np.int32))
                 if i
@@ -64,10 +59,12 @@ class Replay:
         ]
         rows = program.tensor("telemetry ring", (ROWS, 8 * (6 + slots)), np.uint8, arena=MAPPED)
         head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
-        gather_signals(program, ring, self.snapshot, words=words, counters=self.counters, label="signals")
+        if rise:
+            nothing = program.tensor("nothing", (slots,), arena="state", data=np.zeros(slots, np.float32))
+            chain(program, nothing, self.values, nothing, 1.0, accumulate=True)
         step.end(
             program,
-            values=self.snapshot,
+            values=self.values,
             counters=self.counters,
             ring=rows,
             head=head,
@@ -77,11 +74,8 @@ class Replay:
         self.plan = Plan(program, device, guard=True)
         self.stream = device.stream()
         self.graph = self.plan.capture(stream=self.stream)
-        self.rows = self.plan.mapped("signal ring").array.view(np.float32).reshape(signal_rows, stride)
-        self.overrides = self.rows[:, words:].view(np.uint32)
         self.telemetry = self.plan.mapped("telemetry ring").array.view(np.uint32).reshape(ROWS, -1, 2)
         self.head = self.plan.mapped("head").array.view(np.uint64)
-        self.rows[:] = 0
         self.telemetry[:] = 0xEEEEEEEE
         self.head[:] = 0
 
@@ -90,9 +84,6 @@ class Replay:
             self.graph.launch(stream=self.stream)
         self.stream.synchronize()
         self.plan.check_guards()
-
-    def signals(self) -> np.ndarray:
-        return self.plan.buffer(self.snapshot).read()
 
     def counts(self) -> list[int]:
         return [int(x) for x in self.plan.buffer(self.counters).read()]
@@ -112,48 +103,23 @@ class Replay:
         self.plan.close()
 
 
-def test_each_replay_reads_its_own_row(device: Device) -> None:
-    with Replay(device) as replay:
-        for r in range(ROWS):
-            replay.rows[r, :SLOTS] = 1000 * r + np.arange(SLOTS)
-        replay.launch(ROWS)  # queued together: no row may be seen by a neighbour
+def test_each_replay_reports_what_it_finds(device: Device) -> None:
+    with Replay(device, rise=True) as replay:
+        replay.plan.buffer(replay.values).write(np.arange(SLOTS, dtype=np.float32))
+        replay.launch(ROWS)  # queued together: no row may hold what a neighbour found
         for sequence in range(1, ROWS + 1):
             header, values = replay.row(sequence)
             assert header[0] == sequence
-            np.testing.assert_array_equal(values, 1000 * (sequence - 1) + np.arange(SLOTS))
-        replay.rows[0, :SLOTS] = 5.0
-        replay.launch()
-        np.testing.assert_array_equal(replay.signals(), np.full(SLOTS, 5.0))
-        assert replay.head[0] == ROWS + 1
-
-
-def test_only_carried_and_overridden_slots_change(device: Device) -> None:
-    with Replay(device, words=40) as replay:
-        replay.rows[:, :40] = np.arange(40)
-        replay.overrides[0, 0] = 2
-        replay.overrides[0, [2, 4]] = [95, 3]
-        replay.rows[0, 40 + np.array([3, 5])] = [0.5, 0.25]
-        replay.launch()
-        expected = np.full(SLOTS, -1.0)
-        expected[:40] = np.arange(40)
-        expected[95] = 0.5
-        signals = replay.signals()
-        assert signals[3] in (3.0, 0.25)  # an override of a carried slot is the host's mistake: either may win
-        signals[3] = 3.0
-        np.testing.assert_array_equal(signals, expected)
-        replay.launch()  # row 1 overrides nothing; what was overridden stays
-        assert replay.signals()[95] == 0.5
+            np.testing.assert_array_equal(values, sequence + np.arange(SLOTS))
+        assert replay.head[0] == ROWS
 
 
 @pytest.mark.parametrize("slots", [1, 32, 200, 256, 2048])
-def test_any_number_of_slots(device: Device, slots: int) -> None:
+def test_any_number_of_values(device: Device, slots: int) -> None:
     with Replay(device, slots=slots) as replay:
-        carried = min(slots, 256)
-        replay.rows[0, :carried] = np.arange(carried)
+        replay.plan.buffer(replay.values).write(np.arange(slots, dtype=np.float32))
         replay.launch()
-        expected = np.full(slots, -1.0)
-        expected[:carried] = np.arange(carried)
-        np.testing.assert_array_equal(replay.signals(), expected)
+        np.testing.assert_array_equal(replay.row(1)[1], np.arange(slots))
 
 
 def test_sums_are_finished_and_reported(device: Device) -> None:
@@ -181,9 +147,9 @@ def test_too_many_sums_are_refused(device: Device) -> None:
 def test_bits_pass_unchanged(device: Device) -> None:
     with Replay(device) as replay:
         bits = np.array([0x7FC00001, 0xFF800000, 0x80000000, 1], np.uint32)
-        replay.rows[0, :4].view(np.uint32)[:] = bits
+        replay.plan.buffer(replay.values.rows(0, 4)).write(bits.view(np.float32))
         replay.launch()
-        np.testing.assert_array_equal(replay.signals()[:4].view(np.uint32), bits)
+        np.testing.assert_array_equal(replay.row(1)[1][:4].view(np.uint32), bits)
 
 
 def test_counters_and_header(device: Device) -> None:
@@ -210,15 +176,13 @@ def test_without_an_optimizer_t_stands(device: Device) -> None:
 
 def test_counters_carry_into_the_high_word(device: Device) -> None:
     start = 2**32 - 2
-    with Replay(device, counters=(start, start, start, 7)) as replay:
-        for r in range(ROWS):
-            replay.rows[r, :SLOTS] = r
+    with Replay(device, rise=True, counters=(start, start, start, 7)) as replay:
         replay.launch(3)
         assert replay.counts() == [start + 3, start + 3, start, 7]
         for sequence in range(start + 1, start + 4):
             header, values = replay.row(sequence)
             assert header == [sequence, start, 0]
-            np.testing.assert_array_equal(values, np.full(SLOTS, (sequence - 1) % ROWS))
+            np.testing.assert_array_equal(values, np.full(SLOTS, sequence - start - 1))
         assert int(replay.head[0]) == start + 3
 
 
@@ -231,9 +195,7 @@ def test_rows_stay_until_the_ring_comes_round(device: Device) -> None:
 def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
     """A thread copies the row that is being overwritten; what the sequence numbers let pass must be whole."""
     slots, chain, enough, most = 2048, 100, 40, 200
-    signal_rows = ROWS - 1  # so that a telemetry row changes its contents every time round
-    with Replay(device, slots=slots, signal_rows=signal_rows) as replay:
-        replay.rows[:, :256] = np.arange(signal_rows)[:, None]
+    with Replay(device, slots=slots, rise=True) as replay:
         row = replay.telemetry[0, 6 : 6 + 256].view(np.uint64).reshape(-1)
         stop = threading.Event()
         torn: list[int] = []
@@ -246,7 +208,7 @@ def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
                 if (tags == tags[0]).all() and 0 < tags[0] <= chain * most:
                     sequence = int(tags[0])
                     accepted.add(sequence)
-                    if (words.astype(np.uint32).view(np.float32) != (sequence - 1) % signal_rows).any():
+                    if (words.astype(np.uint32).view(np.float32) != sequence - 1).any():
                         torn.append(sequence)
 
         reader = threading.Thread(target=read)
@@ -271,18 +233,12 @@ def test_a_reader_never_takes_a_torn_row(device: Device) -> None:
 def test_shapes_are_checked(device: Device) -> None:
     program = Program(device.target)
     counters = step.declare_counters(program, seed=3)
-    signals = program.tensor("signals", (64,))
+    values = program.tensor("values", (64,))
     head = program.tensor("head", (1,), np.uint64, arena=MAPPED)
-    with pytest.raises(ValueError, match="needs 66 words"):
-        short = program.tensor("r", (4, 65), arena=MAPPED)
-        gather_signals(program, short, signals, words=64, counters=counters, label="signals")
-    with pytest.raises(ValueError, match="1 to 256 slots"):
-        long = program.tensor("r2", (4, 600), arena=MAPPED)
-        gather_signals(program, long, signals, words=65, counters=counters, label="signals")
     with pytest.raises(ValueError, match="needs 560 bytes"):
         step.end(
             program,
-            values=signals,
+            values=values,
             counters=counters,
             ring=program.tensor("t", (4, 280), np.uint8, arena=MAPPED),
             head=head,
