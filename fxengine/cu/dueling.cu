@@ -38,8 +38,6 @@ struct DuelingRow {
         return record.v != nullptr ? c51_row(record.v, record.ld_v, row) + lane : nullptr;
     }
     __device__ __forceinline__ const float* adv() const { return c51_row(record.adv, record.ld_adv, row) + lane; }
-    __device__ __forceinline__ float* v_copy() const { return nullptr; }
-    __device__ __forceinline__ float* adv_copy() const { return nullptr; }
     __device__ __forceinline__ float* q() const { return c51_row(record.q, record.ld_q, row); }
     __device__ __forceinline__ float* lse() const { return dueling_at(record.lse, record.ld_lse, row); }
     __device__ __forceinline__ float* policy() const { return dueling_at(record.policy, record.ld_policy, row); }

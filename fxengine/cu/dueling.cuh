@@ -1,4 +1,4 @@
-// One row of one branch of the C51 heads, forward, by a warp (dueling.cu, heads.cuh).
+// One row of one branch of the C51 heads, forward, by a warp.
 //   logits[a, k] = v[k] + adv[a, k] - mean_a adv[a, k], or adv[a, k] where v is null
 //   p            = softmax of the logits over the atoms k; z_k = v_min + k spacing
 //   q[a]         = sum_k z_k p[a, k]
@@ -19,8 +19,7 @@ __device__ __forceinline__ T* dueling_at(T* matrix, int ld, int row) {
 // CHUNKS atoms per lane, GROUP actions at a time. Row says where a row is read and what becomes of it; it is asked when
 // that is needed, because pointers kept would take up registers. Those of v and adv are the lane's first atom.
 //   v()          [atoms], or null: adv holds the logits     adv()        [actions, atoms]
-//   v_copy()     [atoms] or null                            adv_copy()   [actions, atoms] or null
-//   q()          [actions], or null: no row                 lse()        [actions] or null
+//   q()          [actions]                                  lse()        [actions] or null
 //   policy()     [actions] or null                          best()       one number or null
 //   actions, atoms, v_min, spacing
 template <int CHUNKS, int GROUP, class Row>
@@ -35,7 +34,6 @@ __device__ __forceinline__ void dueling_row(const Row& row) {
     c51_load(x, row.adv(), 0, actions, atoms);
     if (const float* const v = row.v(); v != nullptr) {
         c51_load(base, v, atoms);
-        if (float* const copy = row.v_copy(); copy != nullptr) c51_store(fx_global(copy), base, atoms);
         c51_center(base, x, row.adv(), actions, atoms);
     }
 #pragma unroll
@@ -49,11 +47,6 @@ __device__ __forceinline__ void dueling_row(const Row& row) {
 #pragma unroll 1
     for (int first = 0; first < actions; first += GROUP) {
         if (first > 0) c51_load(x, row.adv(), first, actions, atoms);
-        if (float* copy = row.adv_copy(); copy != nullptr) {
-            copy = fx_global(copy) + first * atoms;
-#pragma unroll
-            for (int g = 0; g < GROUP; ++g, copy += atoms) c51_store(copy, x[g], first + g < actions ? atoms : 0);
-        }
         float peak[GROUP], sums[2 * GROUP];
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
@@ -89,7 +82,7 @@ __device__ __forceinline__ void dueling_row(const Row& row) {
             best = a;
         }
         float* const q = row.q();
-        if (a >= actions || lane % LANES != 0 || q == nullptr) continue;
+        if (a >= actions || lane % LANES != 0) continue;
         fx_global(q)[a] = value;
         if (float* const lse = row.lse(); lse != nullptr) {
             float shift = peak[0];

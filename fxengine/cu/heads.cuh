@@ -3,13 +3,13 @@
 //   hidden = relu(hidden + z late^T), in float32; relu(hidden) where none of the layer's columns comes late
 //   v      = value_hidden value_w^T + value_b
 //   adv    = hidden w^T + b
-//   q, lse, policy, best of v and adv (dueling.cuh)
+//   q, lse, policy, best of v and adv, as in dueling.cuh
 // Everything is overwritten, hidden only where it is kept; results other than q may be null.
 //
 // A block of 16 warps works on 16, 32 or 64 rows. The rows lie in shared memory, the weights in registers: of the
-// products a warp owns 16 columns at a time, and has those for its first ones before fx_wait (Family.early). Before and
-// behind the products it owns rows. What the launch takes is the chain of a thread's instructions, so sizes may be
-// compiled in (HEADS_SIZES, ops/heads.py), and nothing is done twice.
+// products a warp owns 16 columns at a time, and has those for its first ones before fx_wait (Family.early). Before the
+// products a warp owns rows, behind them a group of its lanes does. What the launch takes is the chain of a thread's
+// instructions, so sizes may be compiled in (HEADS_SIZES, ops/heads.py), and nothing is done twice.
 #pragma once
 #include "copy_async.cuh"
 #include "dueling.cuh"
@@ -18,6 +18,7 @@
 constexpr int heads_warps = 16;
 constexpr int heads_depth = 128;  // k that a warp multiplies by at once
 constexpr int heads_most = 64;    // rows of a block
+constexpr float heads_log2_e = 1.44269504f;
 
 struct Heads {
     int first_tile;
@@ -83,7 +84,8 @@ __device__ __forceinline__ HeadsSizes heads_sizes(const Heads& record) {
 #else
     const bool quads = fx_quads(record.value_hidden, record.ld_value_hidden) &&
                        fx_quads(record.value_w, record.ld_value_w) && fx_quads(record.w, record.ld_w) &&
-                       fx_quads(record.hidden, record.ld_hidden);
+                       fx_quads(record.hidden, record.ld_hidden) && fx_quads(record.v, record.ld_v) &&
+                       fx_quads(record.adv, record.ld_adv);
     return HeadsSizes{record.height, record.value_depth, record.depth, record.atoms, record.actions, quads};
 #endif
 }
@@ -353,37 +355,237 @@ __device__ __forceinline__ float heads_wire(const Heads& record, int row, bool s
     return wire;
 }
 
-// Row i of the block (dueling_row). One that does not exist is worked on without results.
-template <int WORD>
-struct HeadsRow {
-    const Heads& record;
-    const HeadsLayout<WORD>& at;
-    int i, row, lane;
-    bool exists;
-    int actions, atoms;
-    float v_min, spacing;
+// 2^x as c51_exp works it out.
+__device__ __forceinline__ float heads_exp2(float x) {
+#if FX_DEVICE
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
 
-    __device__ __forceinline__ HeadsRow(const Heads& of, const HeadsSizes& sizes, const HeadsLayout<WORD>& layout,
-                                        int own, int which)
-        : record(of), at(layout), i(own), row(which), lane(static_cast<int>(threadIdx.x & 31u)),
-          exists(which < of.rows), actions(sizes.actions), atoms(sizes.atoms), v_min(of.v_min), spacing(of.spacing) {}
-    __device__ __forceinline__ const float* v() const { return at.v + i * at.v_stride + lane; }
-    __device__ __forceinline__ const float* adv() const { return at.adv + i * at.adv_stride + lane; }
-    __device__ __forceinline__ float* v_copy() const {
-        return exists && record.v != nullptr ? c51_row(record.v, record.ld_v, row) + lane : nullptr;
-    }
-    __device__ __forceinline__ float* adv_copy() const {
-        return exists && record.adv != nullptr ? c51_row(record.adv, record.ld_adv, row) + lane : nullptr;
-    }
-    __device__ __forceinline__ float* q() const { return exists ? c51_row(record.q, record.ld_q, row) : nullptr; }
-    __device__ __forceinline__ float* lse() const { return dueling_at(record.lse, record.ld_lse, row); }
-    __device__ __forceinline__ float* policy() const {
-        return exists ? dueling_at(record.policy, record.ld_policy, row) : nullptr;
-    }
-    __device__ __forceinline__ int* best() const {
-        return exists ? dueling_at(record.best, record.best_stride, row) : nullptr;
-    }
+// How the softmaxes are shared out: a row has LANES lanes, as many as there are for each of a block's rows where sizes
+// are compiled in. A lane has the atoms lane, lane + LANES, ..., up to CHUNKS of them, of GROUP actions at a time.
+#ifdef HEADS_SIZES
+struct HeadsShare {
+    static constexpr HeadsSizes SIZES{HEADS_SIZES, true};
+    static constexpr int LANES = 32 * heads_warps / SIZES.height;
+    static constexpr int CHUNKS = (SIZES.atoms + LANES - 1) / LANES;
+    static constexpr int SURE = SIZES.atoms / LANES;  // chunks that every lane has
+    static constexpr int GROUP = SIZES.actions < 4 ? SIZES.actions : 4;
 };
+#else
+struct HeadsShare {
+    static constexpr int LANES = 8, CHUNKS = 8, SURE = 0, GROUP = 4;
+};
+#endif
+
+// Whether the lane has an atom number c.
+__device__ __forceinline__ bool heads_owns(int c, int lane, int atoms) {
+    return c < HeadsShare::SURE || HeadsShare::LANES * c + lane < atoms;
+}
+
+// Largest x of the lanes of a row; anything where one of them is NaN.
+__device__ __forceinline__ float heads_max(float x) {
+    if constexpr (HeadsShare::LANES == 32) return c51_warp_max(x);
+    FX_UNROLL
+    for (int offset = HeadsShare::LANES / 2; offset > 0; offset /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    }
+    return x;
+}
+
+// The lane's atoms of a row, 0 beyond the last and of a row that does not exist. `from` points to its first.
+template <int CHUNKS>
+__device__ __forceinline__ void heads_atoms(float (&x)[CHUNKS], const float* from, int lane, int atoms, bool exists) {
+    FX_UNROLL
+    for (int c = 0; c < CHUNKS; ++c) {
+        x[c] = exists && heads_owns(c, lane, atoms) ? from[HeadsShare::LANES * c] : 0.0f;
+    }
+}
+
+// Of the exponentials of an action's logits x, given -peak log2 e, the sum over the lane's atoms, to sums[0], and the
+// moment, to sums[4]. What lies 32 atoms apart is added first, then 16, 8, ..., here or by heads_sums, so that bits do
+// not depend on LANES.
+template <int CHUNKS>
+__device__ __forceinline__ void heads_exponentials(float* sums, const float (&x)[CHUNKS], const float (&z)[CHUNKS],
+                                                   float shift) {
+    constexpr int NEAR = 32 / HeadsShare::LANES;
+    float sum[CHUNKS], moment[CHUNKS];
+    FX_UNROLL
+    for (int c = 0; c < CHUNKS; ++c) {
+        const float e = heads_exp2(fmaf(x[c], heads_log2_e, shift));
+        sum[c] = e;
+        moment[c] = z[c] * e;
+        if (c < NEAR) continue;
+        sum[c - NEAR] += e;
+        moment[c - NEAR] = fmaf(z[c], e, moment[c - NEAR]);
+    }
+    FX_UNROLL
+    for (int half = NEAR / 2; half > 0; half /= 2) {
+        FX_UNROLL
+        for (int c = 0; c < half && c + half < CHUNKS; ++c) {
+            sum[c] += sum[c + half];
+            moment[c] += moment[c + half];
+        }
+    }
+    sums[0] = sum[0];
+    sums[4] = moment[0];
+}
+
+// The sums and moments of GROUP actions over the lanes of a row: lane l gets number l / (LANES / 8). Each exchange
+// halves what is left to add, as in fx_warp_sums; x is used up.
+__device__ __forceinline__ float heads_sums(float (&x)[8], int lane) {
+    constexpr int LANES = HeadsShare::LANES, GROUP = HeadsShare::GROUP;
+    FX_UNROLL
+    for (int half = 4; half > 0; half /= 2) {
+        const int offset = LANES / 8 * half;
+        const bool upper = (lane & offset) != 0;
+        FX_UNROLL
+        for (int i = 0; i < half && i < GROUP; ++i) {
+            const float other = half == 4 || i + half < GROUP ? x[i + half] : 0.0f;
+            const float sent = upper ? x[i] : other;
+            x[i] = (upper ? other : x[i]) + __shfl_xor_sync(0xffffffffu, sent, offset);
+        }
+    }
+    return fx_lanes_sum<LANES / 8>(x[0]);
+}
+
+// q, lse, policy and best of the block's rows (dueling.cuh), LANES lanes for each. The rows of a warp lie so far apart
+// that no access meets a bank twice; those that do not exist are worked on without results.
+template <int WORD>
+__device__ __forceinline__ void heads_softmax(const Heads& record, const HeadsSizes& sizes,
+                                              const HeadsLayout<WORD>& at, int first_row) {
+    constexpr int LANES = HeadsShare::LANES, CHUNKS = HeadsShare::CHUNKS, GROUP = HeadsShare::GROUP;
+    constexpr int WARPS = LANES / 4;  // that share eight rows
+    constexpr int NONE = 0x7fffffff;
+    const unsigned thread = threadIdx.x, warp = thread >> 5;
+    const int lane = static_cast<int>(thread % LANES), octet = static_cast<int>(warp / WARPS * 8);
+    const int i = octet + static_cast<int>(warp % WARPS + thread % 32 / LANES * WARPS);
+    if (heads_warps * 32 / LANES > sizes.height && octet >= sizes.height) return;
+    const int row = first_row + i, atoms = sizes.atoms, actions = sizes.actions;
+    const float* const adv = at.adv + i * at.adv_stride + lane;
+
+    float x[GROUP][CHUNKS], base[CHUNKS], total[CHUNKS], z[CHUNKS];
+    heads_atoms(base, at.v + i * at.v_stride + lane, lane, atoms, true);
+#pragma unroll 1
+    for (int first = 0; first < actions; first += GROUP) {
+        FX_UNROLL
+        for (int g = 0; g < GROUP; ++g) {
+            heads_atoms(x[g], adv + (first + g) * atoms, lane, atoms, first + g < actions);
+            FX_UNROLL
+            for (int c = 0; c < CHUNKS; ++c) total[c] = first + g > 0 ? total[c] + x[g][c] : x[g][c];
+        }
+    }
+    const float share = c51_divide(1.0f, static_cast<float>(actions));
+    FX_UNROLL
+    for (int c = 0; c < CHUNKS; ++c) {
+        base[c] = heads_owns(c, lane, atoms) ? fmaf(-share, total[c], base[c]) : -FX_INF;  // else no probability
+        z[c] = fmaf(static_cast<float>(lane) + static_cast<float>(LANES * c), record.spacing, record.v_min);
+    }
+
+    const int mine = lane / (LANES / 8) & 3;
+    const bool has_moment = (lane & (LANES / 2)) != 0;
+    const bool exists = row < record.rows, stores = exists && !has_moment && lane % (LANES / 8) == 0;
+    float value = 0.0f, top = -FX_INF;  // of the lane's own actions
+    int best = NONE;
+#pragma unroll 1
+    for (int first = 0; first < actions; first += GROUP) {
+        float peak[GROUP], sums[8];
+        FX_UNROLL
+        for (int g = 0; g < GROUP; ++g) {
+            if (actions > GROUP) heads_atoms(x[g], adv + (first + g) * atoms, lane, atoms, first + g < actions);
+            FX_UNROLL
+            for (int c = 0; c < CHUNKS; ++c) {
+                x[g][c] += base[c];
+                peak[g] = c > 0 ? fmaxf(peak[g], x[g][c]) : x[g][c];
+            }
+        }
+        FX_UNROLL
+        for (int g = 0; g < GROUP; ++g) {
+            peak[g] = heads_max(peak[g]);
+            heads_exponentials(sums + g, x[g], z, -heads_log2_e * peak[g]);
+        }
+        const float own = heads_sums(sums, lane), other = __shfl_xor_sync(0xffffffffu, own, LANES / 2);
+        const float sum = has_moment ? other : own;
+        const int a = first + mine;
+        value = c51_divide(has_moment ? own : other, sum);
+        if (a < actions && value > top) {
+            top = value;
+            best = a;
+        }
+        if (a >= actions || !stores) continue;
+        c51_row(record.q, record.ld_q, row)[a] = value;
+        if (record.lse != nullptr) {
+            float shift = peak[0];
+            FX_UNROLL
+            for (int g = 1; g < GROUP; ++g) shift = g == mine ? peak[g] : shift;
+            c51_row(record.lse, record.ld_lse, row)[a] = shift + c51_log(sum);
+        }
+    }
+
+    if (record.best == nullptr && record.policy == nullptr) return;
+    float highest = top;
+    FX_UNROLL
+    for (int offset = LANES / 4; offset >= LANES / 8; offset /= 2) {
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, offset));
+    }
+    if (record.best != nullptr) {
+        best = top == highest ? best : NONE;
+        FX_UNROLL
+        for (int offset = LANES / 4; offset >= LANES / 8; offset /= 2) {
+            best = min(best, __shfl_xor_sync(0xffffffffu, best, offset));
+        }
+        if (stores && mine == 0) *c51_row(record.best, record.best_stride, row) = best == NONE ? 0 : best;
+    }
+    if (record.policy == nullptr) return;
+    // A single group is still in registers.
+    const bool stored = actions > GROUP;
+    if (stored) __syncwarp();
+    const auto weigh = [&](int a) {
+        return c51_exp((stored ? c51_row(record.q, record.ld_q, row)[a] : value) - highest);
+    };
+    float weight = 0.0f, sum = 0.0f;
+#pragma unroll 1
+    for (int a = mine; a < actions && exists; a += 4) {
+        weight = weigh(a);
+        sum += weight;
+        if (!stored) break;
+    }
+    FX_UNROLL
+    for (int offset = LANES / 4; offset >= LANES / 8; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    const float inverse = c51_divide(1.0f, sum);
+#pragma unroll 1
+    for (int a = mine; a < actions && stores; a += 4) {
+        if (stored) weight = weigh(a);
+        c51_row(record.policy, record.ld_policy, row)[a] = weight * inverse;
+        if (!stored) break;
+    }
+}
+
+// Copies the block's rows, `exist` of `count` numbers, to a result that may be null, whose rows start at 16 bytes where
+// `quads` says so.
+__device__ __forceinline__ void heads_keep(float* to, int ld, int first_row, int exist, const float* from, int stride,
+                                           int count, bool quads) {
+    const int lane = static_cast<int>(threadIdx.x & 31u), whole = quads ? count & ~3 : 0;
+    if (to == nullptr) return;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x >> 5); i < exist; i += heads_warps) {
+        float* const row = c51_row(to, ld, first_row + i);
+        const float* const own = from + i * stride;
+#pragma unroll 2
+        for (int first = 0; first < whole; first += 128) {
+            const int k = first + 4 * lane;
+            if (k < whole) *reinterpret_cast<float4*>(row + k) = *reinterpret_cast<const float4*>(own + k);
+        }
+#pragma unroll 1
+        for (int k = whole + lane; k < count; k += 32) row[k] = own[k];
+    }
+}
 
 // WORD: 0 float32, 1 tf32, 2 bf16.
 template <int WORD>
@@ -479,9 +681,9 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
     {
         const HeadsSizes sizes = heads_sizes(record);
         const HeadsLayout<WORD> at(sizes, shared);
-#pragma unroll 1
-        for (int first = 0; first < sizes.height; first += heads_warps) {
-            dueling_row<2, 4>(HeadsRow<WORD>(record, sizes, at, first + warp, first_row + first + warp));
-        }
+        heads_keep(record.v, record.ld_v, first_row, exist, at.v, at.v_stride, sizes.atoms, sizes.quads);
+        heads_keep(record.adv, record.ld_adv, first_row, exist, at.adv, at.adv_stride, sizes.actions * sizes.atoms,
+                   sizes.quads);
+        heads_softmax(record, sizes, at, first_row);
     }
 }

@@ -223,7 +223,8 @@ def forward(
     height = next((h for h in heights if -(-rows // h) * siblings <= room), heights[-1])
     if compiled is None:
         compiled = program.target.kind == "cuda"
-    compiled = compiled and all(t.aligned for t in (value.hidden, value.w, branch.hidden, branch.w))
+    quads = (value.hidden, value.w, branch.hidden, branch.w, value.v, branch.adv)
+    compiled = compiled and all(t.aligned for t in quads if t)
     wire = beside if isinstance(beside, Wire) else None
     others = beside if isinstance(beside, Tensor) else None
     early = others is not None

@@ -216,6 +216,50 @@ def test_sizes_that_are_compiled_in_change_no_bit(
         np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
 
 
+@pytest.mark.parametrize(("atoms", "actions"), [(51, 3), (51, 2), (7, 5), (64, 1), (33, 9), (2, 32), (16, 4)])
+def test_bits_do_not_depend_on_the_lanes_of_a_row(
+    device: Device, atoms: int, actions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those follow from the rows of a block where sizes are compiled in. Rows 1 and 2 and action 0 are not finite."""
+    case = Case(69, 8, 12, atoms, actions, late="others", gaps=True)
+    check(case, "fp32", run(device, "fp32", case))
+    case.arrays["hidden"][1, 3] = np.nan
+    case.arrays["value_hidden"][2] = np.inf
+    case.arrays["b"][atoms - 1] = np.inf
+    expected, rooms = run(device, "fp32", case), dict(heads._SHARED)
+    heights = heads._heights(device.target, "fp32", case.sizes)
+    assert np.isnan(expected["q"][:3, 0]).all() and np.isfinite(expected["q"][3:, 1:]).all()
+    assert len(heights) >= 2
+    for height in heights:
+        monkeypatch.setattr(heads, "_SHARED", {height: rooms[height]})
+        found = run(device, "fp32", case, compiled=True)
+        for name in expected:
+            np.testing.assert_array_equal(expected[name], found[name], err_msg=f"{name} with {height} rows")
+
+
+@pytest.mark.parametrize(("actions", "alike"), [(3, [1, 2]), (3, [0, 1, 2]), (9, [3, 4, 7]), (9, [8])])
+def test_the_first_of_equal_actions_wins(device: Device, actions: int, alike: list[int]) -> None:
+    case = Case(rows=18, atoms=51, actions=actions, gaps=True)
+    w = case.arrays["w"].reshape(actions, 51, -1)
+    b = case.arrays["b"].reshape(actions, 51)
+    w[alike] = w[alike[0]]
+    b[:] = 0
+    b[alike, -1] = 8.0
+    for compiled in (False, True):
+        found = run(device, "fp32", case, compiled=compiled)
+        assert (found["q"][:, alike] == found["q"].max(axis=1, keepdims=True)).all()
+        np.testing.assert_array_equal(found["best"], alike[0])
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_sizes_are_compiled_in_only_where_rows_start_at_16_bytes(device: Device, gaps: bool) -> None:
+    """Rows of results too: 11 and 33 columns of v and adv."""
+    case, bench = Case(gaps=gaps), Bench(device, "fp32")
+    bench.add(case, compiled=True)
+    assert bool(bench.program.launches[0].family.defines) == gaps
+    check(case, "fp32", bench.run())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_bits_do_not_depend_on_the_rows_of_a_block(
     device: Device, precision: str, monkeypatch: pytest.MonkeyPatch
