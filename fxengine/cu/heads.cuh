@@ -90,6 +90,24 @@ __device__ __forceinline__ HeadsSizes heads_sizes(const Heads& record) {
 #endif
 }
 
+// How rows are shared out. Before the products a warp has ROWS of them. Behind them a row has LANES lanes, as many as
+// there are for each of a block's rows where sizes are compiled in; a lane has the atoms lane, lane + LANES, ..., up to
+// CHUNKS of them, of GROUP actions at a time.
+#ifdef HEADS_SIZES
+struct HeadsShare {
+    static constexpr HeadsSizes SIZES{HEADS_SIZES, true};
+    static constexpr int ROWS = SIZES.height / heads_warps;
+    static constexpr int LANES = 32 / ROWS;
+    static constexpr int CHUNKS = (SIZES.atoms + LANES - 1) / LANES;
+    static constexpr int SURE = SIZES.atoms / LANES;  // chunks that every lane has
+    static constexpr int GROUP = SIZES.actions < 4 ? SIZES.actions : 4;
+};
+#else
+struct HeadsShare {
+    static constexpr int ROWS = heads_most / heads_warps, LANES = 32 / ROWS, CHUNKS = 64 / LANES, SURE = 0, GROUP = 4;
+};
+#endif
+
 __device__ __forceinline__ constexpr int heads_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // A block's shared memory (ops/heads.py adds it up). Strides are such that no access of a product meets a bank twice.
@@ -327,27 +345,39 @@ __device__ __forceinline__ void heads_finish(const HeadsSizes& sizes, const Head
     }
 }
 
-// The wire of a row, by one warp, in every lane. `x`: the lane's first number of the row; `w`, `b`: the lane's first
-// weights, the biases; `stores`: whether the row exists.
-__device__ __forceinline__ float heads_wire(const Heads& record, int row, bool stores, float x, const float (&w)[2],
-                                            const float (&b)[2]) {
+// The wires of a warp's rows, which are heads_warps apart from `row` on; `left` rows of the block follow from there on.
+// Lane l gets that of number l / (16 / ROWS) % ROWS. `x`: the lane's first number of each; `w`, `b`: the lane's first
+// weights, the biases.
+template <int ROWS>
+__device__ __forceinline__ float heads_wires(const Heads& record, int row, int left, const float (&x)[ROWS],
+                                             const float (&w)[2], const float (&b)[2]) {
     const int lane = static_cast<int>(threadIdx.x) & 31, depth = record.bar_depth;
-    float logits[2] = {x * w[0], x * w[1]};
+    float logits[2 * ROWS];
+    FX_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        logits[r] = x[r] * w[0];
+        logits[ROWS + r] = x[r] * w[1];
+    }
 #pragma unroll 1
     for (int k = lane + 32; k < depth; k += 32) {
         const float* const more = fx_global(record.bar_w) + k;
-        const float own = c51_row(record.bar_hidden, record.ld_bar_hidden, row)[k];
-        logits[0] = fmaf(own, more[0], logits[0]);
-        logits[1] = fmaf(own, more[record.ld_bar_w], logits[1]);
+        FX_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const int which = min(row + heads_warps * r, record.rows - 1);
+            const float own = c51_row(record.bar_hidden, record.ld_bar_hidden, which)[k];
+            logits[r] = fmaf(own, more[0], logits[r]);
+            logits[ROWS + r] = fmaf(own, more[record.ld_bar_w], logits[ROWS + r]);
+        }
     }
     const float own = fx_warp_sums(logits), other = __shfl_xor_sync(0xffffffffu, own, 16);
     const float down = (lane < 16 ? own : other) + b[0], up = (lane < 16 ? other : own) + b[1];
     const float peak = fmaxf(down, up), low = expf(down - peak), high = expf(up - peak);
     const float wire = fx_divide(high - low, high + low);
-    if (lane == 0 && stores) {
-        if (record.wire != nullptr) *c51_row(record.wire, record.wire_stride, row) = wire;
+    const int further = heads_warps * (lane / (16 / ROWS) % ROWS);
+    if ((lane & (16 | (16 / ROWS - 1))) == 0 && further < left) {
+        if (record.wire != nullptr) *c51_row(record.wire, record.wire_stride, row + further) = wire;
         if (record.bar_logits != nullptr) {
-            float* const to = c51_row(record.bar_logits, record.ld_bar_logits, row);
+            float* const to = c51_row(record.bar_logits, record.ld_bar_logits, row + further);
             to[0] = down;
             to[1] = up;
         }
@@ -365,22 +395,6 @@ __device__ __forceinline__ float heads_exp2(float x) {
     return exp2f(x);
 #endif
 }
-
-// How the softmaxes are shared out: a row has LANES lanes, as many as there are for each of a block's rows where sizes
-// are compiled in. A lane has the atoms lane, lane + LANES, ..., up to CHUNKS of them, of GROUP actions at a time.
-#ifdef HEADS_SIZES
-struct HeadsShare {
-    static constexpr HeadsSizes SIZES{HEADS_SIZES, true};
-    static constexpr int LANES = 32 * heads_warps / SIZES.height;
-    static constexpr int CHUNKS = (SIZES.atoms + LANES - 1) / LANES;
-    static constexpr int SURE = SIZES.atoms / LANES;  // chunks that every lane has
-    static constexpr int GROUP = SIZES.actions < 4 ? SIZES.actions : 4;
-};
-#else
-struct HeadsShare {
-    static constexpr int LANES = 8, CHUNKS = 8, SURE = 0, GROUP = 4;
-};
-#endif
 
 // Whether the lane has an atom number c.
 __device__ __forceinline__ bool heads_owns(int c, int lane, int atoms) {
@@ -637,9 +651,9 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
         if (has_wire) bar_b[h] = fx_global(record.bar_b)[h];
     }
     // What the last columns are made of, or they themselves: on its way for all rows of the warp at once.
-    float z[heads_most / heads_warps];
+    float z[HeadsShare::ROWS] = {};
     FX_UNROLL
-    for (int r = 0; r < heads_most / heads_warps; ++r) {
+    for (int r = 0; r < HeadsShare::ROWS; ++r) {
         if (heads_warps * r >= sizes.height) break;
         const int row = min(first_row + heads_warps * r + warp, record.rows - 1);
         const float* const from = has_wire ? c51_row(record.bar_hidden, record.ld_bar_hidden, row)
@@ -648,12 +662,17 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
     }
     fx_copy_wait<0>();
     __syncwarp();
+    if (has_wire) {
+        z[0] = heads_wires(record, first_row + warp, exist - warp, z, bar_w, bar_b);
+        FX_UNROLL
+        for (int r = 1; r < HeadsShare::ROWS; ++r) z[r] = __shfl_sync(0xffffffffu, z[0], 16 / HeadsShare::ROWS * r);
+    }
     FX_UNROLL
-    for (int r = 0; r < heads_most / heads_warps; ++r) {
+    for (int r = 0; r < HeadsShare::ROWS; ++r) {
         if (heads_warps * r >= sizes.height) break;
-        const int i = heads_warps * r + warp, row = min(first_row + i, record.rows - 1);
-        if (has_wire) z[r] = heads_wire(record, row, i < exist, z[r], bar_w, bar_b);
-        float* const kept = record.kept && i < exist ? c51_row(record.hidden, record.ld_hidden, row) : nullptr;
+        const int i = heads_warps * r + warp;
+        const bool keeps = record.kept && i < exist;
+        float* const kept = keeps ? c51_row(record.hidden, record.ld_hidden, first_row + i) : nullptr;
         heads_finish<WORD>(sizes, at, i, z[r], columns, kept);
     }
     __syncthreads();

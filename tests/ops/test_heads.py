@@ -221,7 +221,7 @@ def test_bits_do_not_depend_on_the_lanes_of_a_row(
     device: Device, atoms: int, actions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those follow from the rows of a block where sizes are compiled in. Rows 1 and 2 and action 0 are not finite."""
-    case = Case(69, 8, 12, atoms, actions, late="others", gaps=True)
+    case = Case(69, 8, 12, atoms, actions, late="wire", bar_depth=40, gaps=True)
     check(case, "fp32", run(device, "fp32", case))
     case.arrays["hidden"][1, 3] = np.nan
     case.arrays["value_hidden"][2] = np.inf
