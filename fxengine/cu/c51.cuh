@@ -1,11 +1,12 @@
-// Pieces of dueling.cuh and c51.cu. Lane l of a warp owns the atoms l, l + 32, ..., CHUNKS of them, of GROUP actions at
-// a time; further actions go through the same code again. A graph runs a kernel's code once a step, cold: short code is
-// worth more than special cases.
+// Pieces of dueling.cuh, c51.cu and c51_many.cu. Where a warp works together, its lane l owns the atoms l, l + 32, ...,
+// CHUNKS of them, of GROUP actions at a time; further actions go through the same code again. A graph runs a kernel's
+// code once a step, cold: short code is worth more than special cases.
 #pragma once
 #include "fx.cuh"
 
-// exp(x), log(x) and a / b in two instructions, without the care for subnormal numbers, which count as 0.
-// Relative error of c51_exp: 2^-22 + |x| 2^-24, of c51_divide: 2^-22; absolute error of c51_log near 1: 2^-22.
+// exp(x), 2^x, log(x) and a / b in one or two instructions, without the care for subnormal numbers, which count as 0.
+// Relative error of c51_exp: 2^-22 + |x| 2^-24, of c51_power and c51_divide: 2^-22; absolute error of c51_log near 1:
+// 2^-22.
 __device__ __forceinline__ float c51_exp(float x) {
 #if FX_DEVICE
     float y;
@@ -13,6 +14,16 @@ __device__ __forceinline__ float c51_exp(float x) {
     return y;
 #else
     return expf(x);
+#endif
+}
+
+__device__ __forceinline__ float c51_power(float x) {
+#if FX_DEVICE
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
 #endif
 }
 
@@ -125,51 +136,59 @@ __device__ __forceinline__ void c51_take(float (&y)[CHUNKS], const float (&x)[GR
 }
 
 // Categorical projection: m_k = sum_j p_j max(0, 1 - |u_j - k|), u_j = start + disc j limited to [0, top], from the
-// probabilities p of the lane's atoms. What falls on the outermost atoms from beyond them is summed over the warp; what
-// falls between two atoms is looked for from each: only the j with |u_j - k| < 1 count, one more on both sides in case
-// rounding moved them. NaN and tiny discounts look at all. With a discount of 0, whatever p holds, all mass lies at
-// `start`. `shared`: 32 * CHUNKS floats of this warp's own.
-template <int CHUNKS>
+// probabilities p of the atoms l, l + LANES, ... of lane l of each group of LANES lanes. What falls on the outermost
+// atoms from beyond them is summed over the group; what falls between two atoms is looked for from each: only the j
+// with |u_j - k| < 1 count, and 1/128 of a j on both sides is more than rounding moves them. Tiny and negative
+// discounts look at all. With a discount of 0, whatever p holds, all mass lies at `start`. A NaN of start or disc is one
+// of m.
+// `shared`: 2 LANES CHUNKS + 4 floats of this group's own, in pairs: what lies at u_j, and u_j.
+template <int LANES, int CHUNKS>
 __device__ __forceinline__ void c51_project(int atoms, float start, float disc, const float (&p)[CHUNKS], float* shared,
                                             float (&m)[CHUNKS]) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
+    constexpr int STEPS = 3;  // enough for discounts above 0.68
+    const int lane = static_cast<int>(threadIdx.x) & (LANES - 1);
+    float2* const places = reinterpret_cast<float2*>(shared);
     const float top = static_cast<float>(atoms - 1);
     const bool near = disc >= 0.01f;
-    const float inverse = c51_divide(1.0f, disc);
-    const int span = near ? static_cast<int>(ceilf(2.0f * inverse)) + 2 : disc == 0.0f ? 1 : atoms;
-    float outside[2] = {};  // below, above
-    float from[CHUNKS];     // the j that are looked at next
+    const float inverse = near ? c51_divide(1.0f, disc) : 0.0f;
+    int span = near ? static_cast<int>(ceilf(fmaf(2.0f, inverse, 0.015625f))) : disc == 0.0f ? 1 : atoms;
+    span = span < atoms ? span : atoms;
+    const float last = static_cast<float>(atoms - span), before = start + 1.0f;
+    float below = 0.0f, above = 0.0f;
+    const float2* at[CHUNKS];  // the first j that counts
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const float k = static_cast<float>(lane + 32 * c);
-        const float mass = disc == 0.0f ? (lane + 32 * c == 0 ? 1.0f : 0.0f) : k <= top ? p[c] : 0.0f;
-        const float u = fmaf(k, disc, start);
-        outside[0] += u <= 0.0f ? mass : 0.0f;
-        outside[1] += u >= top ? mass : 0.0f;
-        shared[lane + 32 * c] = u <= 0.0f || u >= top ? 0.0f : mass;
-        from[c] = near ? fminf(fmaxf(floorf((k - 1.0f - start) * inverse), 0.0f), top) : 0.0f;
+        const int k = lane + LANES * c;
+        const float place = static_cast<float>(k), u = fmaf(place, disc, start);
+        const float mass = disc == 0.0f ? (k == 0 ? 1.0f : 0.0f) : k < atoms ? p[c] : 0.0f;
+        const bool low = u <= 0.0f, high = u >= top;
+        if (low) below += mass;
+        if (high) above += mass;
+        places[k] = float2{low || high ? 0.0f : fmaf(u, 0.0f, mass), u};  // NaN where u is
+        at[c] = places + static_cast<int>(fminf(fmaxf(fmaf(place - before, inverse, 0.9921875f), 0.0f), last));
         m[c] = 0.0f;
     }
-    const float sums = fx_warp_sums(outside);
-    const float below = __shfl_sync(0xffffffffu, sums, 0), above = __shfl_sync(0xffffffffu, sums, 31);
+    // The last step may look at two j too many.
+    if (lane < STEPS - 1) places[LANES * CHUNKS + lane] = float2{0.0f, 0.0f};
+    below = fx_lanes_sum<LANES>(below);
+    above = fx_lanes_sum<LANES>(above);
     __syncwarp();
-    const float* at[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) at[c] = shared + static_cast<int>(from[c]);
 #pragma unroll 1
-    for (int s = 0; s < span; ++s) {
+    for (int s = 0; s < span; s += STEPS) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const float hat = 1.0f - fabsf(fmaf(from[c], disc, start) - static_cast<float>(lane + 32 * c));
-            if (from[c] <= top && !(hat <= 0.0f)) m[c] += at[c][s] * hat;  // NaN counts
-            from[c] += 1.0f;
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                const float2 from = at[c][j];
+                m[c] = fmaf(from.x, __saturatef(1.0f - fabsf(from.y - static_cast<float>(lane + LANES * c))), m[c]);
+            }
+            at[c] += STEPS;
         }
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const int k = lane + 32 * c;
+        const int k = lane + LANES * c;
         if (k == 0) m[c] += below;
         if (k == atoms - 1) m[c] += above;
-        if (k >= atoms) m[c] = 0.0f;
     }
 }

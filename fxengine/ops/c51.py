@@ -1,4 +1,4 @@
-"""Losses of C51 heads, dueling or plain, and their gradient, all branches in one pass (`c51.cu`).
+"""Losses of C51 heads, dueling or plain, and their gradient, all branches in one pass (`c51.cu`, `c51_many.cu`).
 
 Three losses share the pass, since they share what they read: the distributional Bellman error with its categorical
 projection, the conservative term, and the distillation from an IQN. Each has a weight on the device; a loss without a
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,12 +25,16 @@ from fxengine.ops.checks import matrix, require
 from fxengine.ops.dueling import Heads, atom_spacing, reference_dueling
 from fxengine.ops.reduce import sum_partials
 
+if TYPE_CHECKING:
+    from fxengine.driver import Target
+
 #: Most branches that a record describes and a block works on.
 MAX_BRANCHES = 8
 
 
-def _tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["rows"]) // (MAX_BRANCHES // int(fields["branches"])))
+def _tiles(fields: Mapping[str, Any], groups: int = 8) -> int:
+    """`groups`: branches of rows that a block works on."""
+    return -(-int(fields["rows"]) // (groups // int(fields["branches"])))
 
 
 C51 = Family("c51", "c51.cu", "fx_c51", "C51", tiles=_tiles)
@@ -37,6 +42,37 @@ C51 = Family("c51", "c51.cu", "fx_c51", "C51", tiles=_tiles)
 C51_WIDE = Family("c51_wide", "c51.cu", "fx_c51_wide", "C51", tiles=_tiles)
 # Two atoms per lane.
 _ATOMS = 64
+
+# Where there are more branches of rows than this many per multiprocessor, one is given to so many lanes, of which each
+# holds at most so many numbers of a head. Fewer lanes, with more numbers, take fewer instructions.
+_MANY = 16
+_LANES = 8
+_HELD = 32
+
+
+@cache
+def _many(lanes: int, branches: int, atoms: int, most: int, fewest: int, dueling: bool) -> Family:
+    """`lanes` for each branch of a row; the sizes are compiled in: actions of the largest branch, and of the smallest.
+
+    It works for so many rows that it shares a launch with nobody: its registers would be taken from the others.
+    """
+    sizes = f"{lanes}, {branches}, {atoms}, {most}, {fewest}, {str(dueling).lower()}"
+    return Family(
+        "c51_many",
+        "c51_many.cu",
+        "fx_c51_many",
+        "C51",
+        tiles=partial(_tiles, groups=256 // lanes),
+        alone=True,
+        defines=(("C51_SIZES", sizes),),
+    )
+
+
+def _family(target: Target, rows: int, sizes: Sequence[int], atoms: int, dueling: bool) -> Family:
+    held = max(sizes) * -(-atoms // _LANES)
+    if rows * len(sizes) > _MANY * target.sm_count and atoms <= _ATOMS and held <= _HELD:
+        return _many(_LANES, len(sizes), atoms, max(sizes), min(sizes), dueling)
+    return C51 if atoms <= _ATOMS else C51_WIDE
 
 
 @dataclass(frozen=True)
@@ -132,13 +168,14 @@ def losses(
         raise ProgramError(f"'{name}': w_distill and loss_distill need theta")
     _check_gradients(online, dv, dadv, list(signals.values()), name)
 
-    tiles = _tiles({"rows": rows, "branches": len(sizes)})
+    family = _family(program.target, rows, sizes, atoms, online.v is not None)
+    tiles = family.tiles({"rows": rows, "branches": len(sizes)})
     partials = {
         kind: program.tensor(f"{name}.{kind}_partials", (tiles,), np.float64) if outputs[f"loss_{kind}"] else None
         for kind in ("c51", "cql", "distill")
     }
     program.launch(
-        C51 if atoms <= _ATOMS else C51_WIDE,
+        family,
         {
             "v": online.v or 0,
             "adv": online.adv,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxengine.driver import Device
+from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, ProgramError, Tensor
 from fxengine.ops import c51, dueling
 from fxengine.ops.c51 import Reference, Transition, reference_losses, reference_project
@@ -25,6 +25,19 @@ from tests.support import assert_close
 
 LOSSES = ("loss_c51", "loss_cql", "loss_distill")
 WEIGHTS = {"w_c51": 0.7, "w_cql": 0.3, "w_distill": 0.4}
+
+
+@pytest.fixture(params=[32, 8], ids=["warp", "many"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many lanes for each branch of a row, whatever the number of rows."""
+    _force(monkeypatch, request.param)
+    return int(request.param)
+
+
+def _force(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    monkeypatch.setattr(c51, "_MANY", 0 if lanes < 32 else 1 << 30)
+    if lanes < 32:
+        monkeypatch.setattr(c51, "_LANES", lanes)
 
 
 @dataclass
@@ -221,6 +234,75 @@ def test_losses_and_gradient(
     _compare(_run(device, case), _reference(case), loose=3e-5)
 
 
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize(
+    ("rows", "sizes", "atoms", "plain"),
+    [
+        (33, (3, 3, 3, 3), 51, False),  # whole warps, and a last block of which most is idle
+        (11, (2, 4, 1), 51, False),  # a block with lanes that have no row
+        (5, (3, 1, 2, 1, 3), 33, False),
+        (3, (2,) * 8, 64, False),
+        (9, (8,), 31, True),
+        (2, (1, 1), 2, False),
+        (70, (4,), 9, True),
+    ],
+    ids=str,
+)
+def test_fewer_lanes_for_each_branch(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    sizes: tuple[int, ...],
+    atoms: int,
+    plain: bool,
+    lanes: int,
+) -> None:
+    _force(monkeypatch, lanes)
+    for seed, (quantiles, pad) in enumerate([(5, 0), (0, 3), (33, 3)]):
+        case = _case(seed, rows, sizes, atoms, quantiles=quantiles, pad=pad, plain=plain)
+        if seed == 2:  # neighbours in a warp that look at many atoms, at one, and at none
+            case.discount[::3], case.reward[1::3] = 0.02, 1e30
+        _compare(_run(device, case), _reference(case), loose=3e-5)
+        assert {launch.family.name for launch in _build(device, case, gradient=True, outputs=())[0].launches} >= {
+            "c51_many"
+        }
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_what_is_not_finite_stays_in_its_row(device: Device, monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    """Whoever else the warp works for."""
+    _force(monkeypatch, lanes)
+    case = _case(14, 21, (3, 2, 4))
+    bad = [1, 4, 6, 9, 12, 15, 19]
+    assert case.v is not None and case.v_target is not None and case.theta is not None
+    case.discount[bad] = 0.9
+    clean = _run(device, case)
+    case.reward[1], case.discount[4], case.weight[6], case.v[9, 3] = [np.nan] * 4
+    case.adv_target[1][12], case.actions[15, 2], case.theta[19] = np.nan, 4, np.nan
+    dirty = _run(device, case)
+    good = np.setdiff1d(np.arange(21), bad)
+    for name in ("td", "dv", "dadv0", "dadv1", "dadv2"):
+        np.testing.assert_array_equal(dirty[name][good], clean[name][good])
+        assert np.isfinite(dirty[name][good]).all()
+    np.testing.assert_array_equal(np.isnan(dirty["dv"]).any(axis=1).nonzero()[0], bad)
+
+
+def test_the_rows_and_the_device_choose_the_lanes() -> None:
+    for arch, rows, sizes, atoms, kernel in [
+        ("sm_90", 64, (3, 3, 3, 3), 51, "fx_c51"),
+        ("sm_90", 528, (3, 3, 3, 3), 51, "fx_c51"),
+        ("sm_90", 529, (3, 3, 3, 3), 51, "fx_c51_many"),
+        ("sm_90", 4096, (3, 3, 3, 3), 65, "fx_c51_wide"),
+        ("sm_90", 4096, (5,), 51, "fx_c51"),
+        ("sim", 33, (2, 3), 51, "fx_c51_many"),
+    ]:
+        assert c51._family(Target.of(arch), rows, sizes, atoms, True).kernel == kernel
+    family = c51._family(Target.of("sm_90"), 4096, (3, 3), 51, False)
+    assert family.defines == (("C51_SIZES", "8, 2, 51, 3, 3, false"),)
+    assert family.tiles({"rows": 4096, "branches": 2}) == 256
+
+
+@pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
 def test_each_loss_alone(device: Device, name: str) -> None:
     case = _case(11, 9, (3, 2, 4))
@@ -228,6 +310,7 @@ def test_each_loss_alone(device: Device, name: str) -> None:
     _compare(_run(device, case), _reference(case))
 
 
+@pytest.mark.usefixtures("lanes")
 def test_plain_heads_move_the_action_that_was_taken(device: Device) -> None:
     """The distributional loss alone: exact zeros for all other actions, and the softmax's slope for this one."""
     case = _case(12, 7, (3, 2), 51, quantiles=0, plain=True)
@@ -318,6 +401,7 @@ def test_projection_reference_agrees_with_the_one_of_the_step() -> None:
     assert_close(expected.sum(axis=1), np.ones(20), atol=1e-14)
 
 
+@pytest.mark.usefixtures("lanes")
 def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
     """Whatever the row holds; the losses themselves are not scaled."""
     case = _case(2, 6, (3, 2))
@@ -350,6 +434,7 @@ def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
     assert np.isnan(result["loss_cql"][0]) and np.isfinite(result["dv"]).all() and np.isfinite(result["dadv0"]).all()
 
 
+@pytest.mark.usefixtures("lanes")
 def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
     case = _case(3, 8, (3, 4))
     case.discount[:] = [0.0, 0.9] * 4
@@ -361,6 +446,7 @@ def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
         np.testing.assert_array_equal(array, clean[name])
 
 
+@pytest.mark.usefixtures("lanes")
 def test_rewards_that_are_not_finite(device: Device) -> None:
     """An infinite one lands on the outermost atom, as the projection says; NaN reaches loss and gradient."""
     case = _case(4, 6, (3, 2))
@@ -379,6 +465,7 @@ def test_rewards_that_are_not_finite(device: Device) -> None:
     assert np.isnan(result["loss_c51"][0]) and np.isfinite(result["loss_cql"][0])
 
 
+@pytest.mark.usefixtures("lanes")
 def test_networks_that_are_not_finite(device: Device) -> None:
     """A NaN anywhere in a live row is in its priority and its gradient."""
     case = _case(6, 5, (3, 2))
@@ -390,6 +477,7 @@ def test_networks_that_are_not_finite(device: Device) -> None:
         np.testing.assert_array_equal(bad, [True, True, True, True, False], err_msg=name)
 
 
+@pytest.mark.usefixtures("lanes")
 def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
     case = _case(7, 4, (3, 2))
     clean = _run(device, case)
@@ -404,6 +492,7 @@ def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
         np.testing.assert_array_equal(np.isnan(_run(device, case)["dv"]).all(axis=1), [False, True, True, False])
 
 
+@pytest.mark.usefixtures("lanes")
 def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:
     """The range of atoms that the projection looks at never loses one."""
     for discount in (1e-6, 0.0099, 0.01, 0.5, 1.0, 4.0, -0.5):
@@ -414,6 +503,7 @@ def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:
         _compare(_run(device, case), _reference(case), loose=2e-5)
 
 
+@pytest.mark.usefixtures("lanes")
 def test_bits_do_not_depend_on_the_outputs_nor_on_the_place_in_the_batch(device: Device) -> None:
     case = _case(9, 11, (3, 3, 3))
     full = _run(device, case)
