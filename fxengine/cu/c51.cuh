@@ -139,8 +139,8 @@ __device__ __forceinline__ void c51_take(float (&y)[CHUNKS], const float (&x)[GR
 // probabilities p of the atoms l, l + LANES, ... of lane l of each group of LANES lanes. What falls on the outermost
 // atoms from beyond them is summed over the group; what falls between two atoms is looked for from each: only the j
 // with |u_j - k| < 1 count, and 1/128 of a j on both sides is more than rounding moves them. Tiny and negative
-// discounts look at all. With a discount of 0, whatever p holds, all mass lies at `start`. A NaN of start or disc is one
-// of m.
+// discounts look at all. With a discount of 0, whatever p holds, all mass lies at `start`. A NaN of start or disc is
+// one of m.
 // `shared`: 2 LANES CHUNKS + 4 floats of this group's own, in pairs: what lies at u_j, and u_j.
 template <int LANES, int CHUNKS>
 __device__ __forceinline__ void c51_project(int atoms, float start, float disc, const float (&p)[CHUNKS], float* shared,

@@ -17,8 +17,8 @@
 //   theta_mean[b, d]    = mean_i theta_i[action_d]
 //   share = 1 / (rows D N' kappa). A discount of 0 ignores theta'; infinite differences have a slope of kappa; NaN
 //   passes. An action or best outside [0, n_d) is looked up nowhere and counts as a NaN.
-//   A warp works on one branch of one row, a lane on one quantile at a time against all N' targets in their order.
-//   A tile is 8 (row, branch) pairs.
+//   A warp works on one branch of one row at a time, a lane on one quantile at a time against all N' targets in their
+//   order. A tile is 8 / warps rows.
 #include "fx.cuh"
 
 struct IqnCosines {
@@ -82,13 +82,15 @@ struct IqnLoss {
     float* dtheta;              // [rows * quantiles, all actions] or null
     float* theta_mean;          // [rows, branches] or null
     double* partials;           // [tiles] or null
-    long long ld_theta;         // elements between rows
-    long long ld_theta_target;
-    long long ld_tau;
-    long long ld_actions;
-    long long ld_best;
-    long long ld_dtheta;
-    long long ld_mean;
+    int ld_theta;               // elements between rows
+    int ld_theta_target;
+    int ld_tau;
+    int ld_actions;
+    int ld_best;
+    int ld_dtheta;
+    int ld_mean;
+    int columns;                // actions of all branches
+    int warps;                  // that share a row's branches
     int offset[8];              // first column of each branch
     int sizes[8];               // n_d
     int branches;               // D, 1 to 8
@@ -248,86 +250,189 @@ __device__ __forceinline__ float iqn_bounded(float x, float bound) {
 #endif
 }
 
-// One branch of one row. Returns weight[row] times the sum over all pairs, the same in every lane.
-__device__ __forceinline__ double iqn_pairs(const IqnLoss& record, long long row, int d, float* goals) {
-    const int lane = static_cast<int>(threadIdx.x & 31u);
-    const int n = record.sizes[d], offset = record.offset[d];
-    const int quantiles = record.quantiles, targets = record.targets;
-    const int action = record.actions[row * record.ld_actions + d];
-    const int best = record.best[row * record.ld_best + d];
-    const float reward = record.reward[row], discount = record.discount[row], weight = record.weight[row];
-    const float kappa = record.kappa;
-    const bool known = action >= 0 && action < n, known_best = best >= 0 && best < n;
-    const int taken = known ? action : 0;
-    const float* theta = record.theta + row * quantiles * record.ld_theta + offset + taken;
-    const float* theta_target =
-        record.theta_target + row * targets * record.ld_theta_target + offset + (known_best ? best : 0);
-    double loss = 0.0;
-    float mean = 0.0f;
-    for (int first = 0; first < quantiles; first += 32) {
-        const int i = first + lane;
-        const bool own = i < quantiles;
-        const float value = !own ? 0.0f : known ? theta[i * record.ld_theta] : FX_NAN;
-        const float tau = own ? record.tau[row * record.ld_tau + i] : 0.0f;
-        float sum = 0.0f, slope = 0.0f;
-        for (int start = 0; start < targets; start += iqn_goals) {
-            const int length = targets - start < iqn_goals ? targets - start : iqn_goals;
-            if (first == 0 || targets > iqn_goals) {
-                __syncwarp();  // the lanes are done with the targets that lie there
+// Row `row` of a matrix whose rows are `ld` elements, less than 2 GB, apart: one instruction.
+template <class T>
+__device__ __forceinline__ T* iqn_row(T* matrix, int ld, int row) {
+#if FX_DEVICE
+    T* place;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(place) : "r"(row), "r"(ld * static_cast<int>(sizeof(T))), "l"(matrix));
+    return fx_global(place);
+#else
+    return matrix + static_cast<long long>(row) * ld;
+#endif
+}
+
+// Of one quantile over some targets: the sums of tilt huber(delta) and of tilt clamp(delta, -bound, bound).
+struct IqnSums {
+    float loss;
+    float slope;
+};
+
+// For bound = 1, goals and value less a number close to them: each side of zero by itself, limited by the adder, and
+// from over (goal - value - over / 2), which is huber(delta), the value's part taken out of the sum. Two instructions
+// for each of the four sums. Infinities and NaN make the loss a NaN or an infinity, the slope anything.
+__device__ __forceinline__ IqnSums iqn_sums(const float* goals, int length, float value, float above, float below) {
+    float up = 0.0f, down = 0.0f, rise = 0.0f, fall = 0.0f;
+    const auto pair = [&](float goal) {
+        const float over = __saturatef(goal - value), under = __saturatef(value - goal);
+        up += over;
+        down += under;
+        rise = fmaf(over, fmaf(-0.5f, over, goal), rise);
+        fall = fmaf(under, fmaf(0.5f, under, goal), fall);
+    };
+    int j = 0;
 #pragma unroll 1
-                for (int j = lane; j < length; j += 32) {
-                    const float next = known_best ? theta_target[(start + j) * record.ld_theta_target] : FX_NAN;
-                    goals[j] = reward + fx_scaled(discount, next);
-                }
-                __syncwarp();
-            }
-            // The tilt where delta is not, and is, negative; made here, so that the targets are on their way before tau
-            // is waited for.
-            const float above = fabsf(tau), below = fabsf(tau - 1.0f);
-#pragma unroll 4
-            for (int j = 0; j < length; ++j) {
-                const float delta = goals[j] - value;
-                const float tilt = delta < 0.0f ? below : above;
-                const float bounded = iqn_bounded(delta, kappa);
-                slope += tilt * bounded;
-                sum += tilt * bounded * (delta - 0.5f * bounded);  // both branches of the Huber loss
-            }
-        }
-        mean += value;
-        if (!own) continue;
-        loss += sum;
-        if (record.dtheta == nullptr) continue;
-        float* dtheta = record.dtheta + (row * quantiles + i) * record.ld_dtheta + offset;
-        const float grad = -(weight * record.share) * slope;
-#pragma unroll 4
-        for (int a = 0; a < n; ++a) dtheta[a] = a == taken ? grad : 0.0f;
+    for (; j + 8 <= length; j += 8) {
+        const float4 first = *reinterpret_cast<const float4*>(goals + j);
+        const float4 second = *reinterpret_cast<const float4*>(goals + j + 4);
+        pair(first.x), pair(first.y), pair(first.z), pair(first.w);
+        pair(second.x), pair(second.y), pair(second.z), pair(second.w);
     }
-    if (record.theta_mean != nullptr) {
-        mean = fx_warp_sum(mean);
-        if (lane == 0) record.theta_mean[row * record.ld_mean + d] = fx_divide(mean, static_cast<float>(quantiles));
+#pragma unroll 1
+    for (; j < length; ++j) pair(goals[j]);
+    return IqnSums{above * (rise - value * up) + below * (value * down - fall), above * up - below * down};
+}
+
+// The same for whatever there is.
+__device__ __forceinline__ IqnSums iqn_sums(const float* goals, int length, float value, float above, float below,
+                                            float bound) {
+    IqnSums sums = {};
+#pragma unroll 1
+    for (int j = 0; j < length; ++j) {
+        const float delta = goals[j] - value, limited = iqn_bounded(delta, bound);
+        const float tilted = (delta < 0.0f ? below : above) * limited;
+        sums.slope += tilted;
+        sums.loss += tilted * (delta - 0.5f * limited);  // both branches of the Huber loss
     }
-    return weight * fx_warp_sum(loss);
+    return sums;
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) fx_iqn_loss(const IqnLoss* table, int count) {
-    __shared__ float goals[8][iqn_goals];
-    __shared__ double losses[8];
+    alignas(16) __shared__ float all_goals[8][iqn_goals];
+    __shared__ float losses[8];
     __shared__ IqnLoss place;
     int tile;
     const IqnLoss& record = fx_record(table, count, tile, place);
-    const int warp = static_cast<int>(threadIdx.x >> 5);
-    const unsigned branches = static_cast<unsigned>(record.branches);
-    const unsigned item = static_cast<unsigned>(tile) * 8u + static_cast<unsigned>(warp);
-    const int row = static_cast<int>(item / branches), branch = static_cast<int>(item % branches);
+    const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
+    // Quotients of small whole numbers, half a unit away from where rounding could matter.
+    const float part_of = fx_divide(1.0f, static_cast<float>(record.warps));
+    const int block_rows = static_cast<int>(8.5f * part_of);
+    const int local = static_cast<int>((static_cast<float>(warp) + 0.5f) * part_of);
+    const int first_row = tile * block_rows, row = first_row + local;
+    const int quantiles = record.quantiles, targets = record.targets;
+    const bool exists = local < block_rows && row < record.rows;
+    float* const goals = all_goals[warp];
     fx_wait();
     fx_trigger();
-    double loss = 0.0;
-    if (row < record.rows) loss = iqn_pairs(record, row, branch, goals[warp]);
+    int d = warp - local * record.warps, action = 0, best = 0;
+    const int* const actions = iqn_row(record.actions, record.ld_actions, row);
+    const int* const greedy = iqn_row(record.best, record.ld_best, row);
+    if (exists) {
+        action = actions[d];
+        best = greedy[d];
+    }
+    if (record.dtheta != nullptr) {
+        // Whole rows of zeros, and later the actions taken into them: fewer stores than one for each action.
+        const int rows = (record.rows - first_row < block_rows ? record.rows - first_row : block_rows) * quantiles;
+        float* const from = iqn_row(record.dtheta, record.ld_dtheta, first_row * quantiles);
+        const int columns = record.columns, size = rows * columns;
+        const u64 misfit = (reinterpret_cast<u64>(from) | static_cast<u64>(4 * size)) & 15;
+        if (record.ld_dtheta == columns && misfit == 0) {
+#pragma unroll 1
+            for (int e = 4 * thread; e < size; e += 1024) *reinterpret_cast<float4*>(from + e) = float4{};
+        } else {
+#pragma unroll 1
+            for (int i = warp; i < rows; i += 8) {
+#pragma unroll 1
+                for (int a = lane; a < columns; a += 32) iqn_row(from, record.ld_dtheta, i)[a] = 0.0f;
+            }
+        }
+        __syncthreads();
+    }
+    float loss = 0.0f;
+    if (exists) {
+        const float reward = fx_global(record.reward)[row], discount = fx_global(record.discount)[row];
+        const float weight = fx_global(record.weight)[row];
+        // Ordinary thresholds become 1.
+        const bool ordinary = record.kappa > 1e-6f && record.kappa < 1e6f;
+        const float unit = ordinary ? record.kappa : 1.0f, bound = ordinary ? 1.0f : record.kappa;
+        const float inverse = fx_divide(1.0f, unit);
+#pragma unroll 1
+        for (int next = 0; d < record.branches; d = next) {
+            const int n = record.sizes[d], offset = record.offset[d];
+            const bool known = action >= 0 && action < n, known_best = best >= 0 && best < n;
+            const int column = offset + (known ? action : 0);
+            const float* const theta_target =
+                iqn_row(record.theta_target, record.ld_theta_target, row * targets) + offset + (known_best ? best : 0);
+            next = d + record.warps;
+            if (next < record.branches) {
+                action = actions[next];
+                best = greedy[next];
+            }
+            const auto target_at = [&](int j) { return iqn_row(theta_target, record.ld_theta_target, j)[0]; };
+            const auto theta_at = [&](int i) {
+                return iqn_row(record.theta, record.ld_theta, row * quantiles + i)[column];
+            };
+            const auto tau_at = [&](int i) { return iqn_row(record.tau, record.ld_tau, row)[i]; };
+            const auto goal = [&](float value) {
+                return reward + fx_scaled(discount, known_best ? value : FX_NAN);
+            };
+            // The first of each lane, all on their way before one is waited for.
+            const float early_target = lane < targets ? target_at(lane) : 0.0f;
+            const float early_theta = lane < quantiles ? theta_at(lane) : 0.0f;
+            const float early_tau = lane < quantiles ? tau_at(lane) : 0.0f;
+            const float early = goal(early_target);
+            float mean = 0.0f, centre = __shfl_sync(0xffffffffu, early, 0);
+            if (!(fabsf(centre) < FX_INF)) centre = 0.0f;
+#pragma unroll 1
+            for (int i = lane; i - lane < quantiles; i += 32) {
+                const bool own = i < quantiles;
+                float value = early_theta, tau = early_tau, slope = 0.0f;
+                if (i != lane && own) {
+                    value = theta_at(i);
+                    tau = tau_at(i);
+                }
+                if (!known) value = FX_NAN;
+#pragma unroll 1
+                for (int start = 0; start < targets; start += iqn_goals) {
+                    const int length = targets - start < iqn_goals ? targets - start : iqn_goals;
+                    if (i == lane || targets > iqn_goals) {
+                        __syncwarp();  // the lanes are done with the targets that lie there
+#pragma unroll 1
+                        for (int j = lane; j < length; j += 32) {
+                            const float at_j = start + j == lane ? early : goal(target_at(start + j));
+                            goals[j] = (at_j - centre) * inverse;
+                        }
+                        __syncwarp();
+                    }
+                    const float above = fabsf(tau), below = fabsf(tau - 1.0f);
+                    const float from = (value - centre) * inverse;
+                    IqnSums sums = iqn_sums(goals, length, from, above, below);
+                    if (!ordinary || !(fabsf(sums.loss) < FX_INF)) {
+                        sums = iqn_sums(goals, length, from, above, below, bound);
+                    }
+                    if (own) loss += sums.loss;
+                    slope += sums.slope;
+                }
+                if (!own) continue;
+                mean += value;
+                if (record.dtheta == nullptr) continue;
+                float* const to = iqn_row(record.dtheta, record.ld_dtheta, row * quantiles + i) + column;
+                *to = -(weight * record.share * unit) * slope;
+            }
+            if (record.theta_mean == nullptr) continue;
+            mean = fx_warp_sum(mean);
+            if (lane != 0) continue;
+            iqn_row(record.theta_mean, record.ld_mean, row)[d] = fx_divide(mean, static_cast<float>(quantiles));
+        }
+        loss = weight * (unit * (unit * fx_warp_sum(loss)));
+    }
     if (record.partials == nullptr) return;
-    if ((threadIdx.x & 31u) == 0) losses[warp] = loss;
+    if (lane == 0) losses[warp] = loss;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    double sum = losses[0];
-    for (int i = 1; i < 8; ++i) sum += losses[i];
-    record.partials[tile] = sum;
+    if (thread >= 8) return;
+    double sum = losses[thread];
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0x000000ffu, sum, offset);
+    if (thread == 0) fx_global(record.partials)[tile] = sum;
 }

@@ -32,6 +32,9 @@ from fxengine.ops.reduce import sum_partials
 #: Most branches that the loss works on.
 MAX_BRANCHES = 8
 
+# With more rows than this many per multiprocessor, the loss gives all branches of a row to one warp.
+_MANY = 16
+
 _COSINE_TILE = 2048
 _MIX_COLUMNS = 128
 
@@ -45,7 +48,7 @@ def _mix_tiles(fields: Mapping[str, Any]) -> int:
 
 
 def _loss_tiles(fields: Mapping[str, Any]) -> int:
-    return -(-int(fields["rows"]) * int(fields["branches"]) // 8)
+    return -(-int(fields["rows"]) // (8 // int(fields["warps"])))
 
 
 COSINES = Family("iqn_cosines", "iqn.cu", "fx_iqn_cosines", "IqnCosines", tiles=_cosine_tiles)
@@ -256,9 +259,10 @@ def loss(
     require_as(theta_mean, (rows, count), "theta_mean", because, name)
 
     divisor = rows * count * targets * kappa
+    warps = 1 if rows > _MANY * program.target.sm_count else count
     partials = None
     if loss is not None:
-        tiles = _loss_tiles({"rows": rows, "branches": count})
+        tiles = _loss_tiles({"rows": rows, "warps": warps})
         partials = program.tensor(f"{name}.loss_partials", (tiles,), np.float64)
     program.launch(
         LOSS,
@@ -281,6 +285,8 @@ def loss(
             "ld_best": best.ld,
             "ld_dtheta": dtheta.ld if dtheta else 0,
             "ld_mean": theta_mean.ld if theta_mean else 0,
+            "columns": actions_total,
+            "warps": warps,
             "offset": tuple(sum(branches[:d]) for d in range(count)),
             "sizes": tuple(branches),
             "branches": count,

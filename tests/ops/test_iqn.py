@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxengine.driver import Device
+from fxengine.driver import Device, Target
 from fxengine.graphs import Plan, Program, Tensor
 from fxengine.ops import iqn, linear
 from tests.reference import backward, golden
@@ -276,9 +276,10 @@ def _taken(case: Arrays, branches: tuple[int, ...]) -> np.ndarray:
     return np.repeat(rows, len(case["theta"]) // len(rows), axis=0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     batch=st.sampled_from([1, 2, 3, 9]),
+    many=st.booleans(),
     quantiles=st.sampled_from([1, 5, 8, 31, 32, 33, 70]),
     targets=st.sampled_from([1, 4, 7, 32, 128, 129, 300]),
     branches=st.sampled_from([(3, 3, 3, 3), (3,), (1,), (3, 2), (1, 5, 2), (2,) * 7, (4, 3, 2, 1, 1, 2, 3, 4)]),
@@ -290,6 +291,7 @@ def _taken(case: Arrays, branches: tuple[int, ...]) -> np.ndarray:
 def test_loss_against_float64(
     device: Device,
     batch: int,
+    many: bool,
     quantiles: int,
     targets: int,
     branches: tuple[int, ...],
@@ -299,7 +301,9 @@ def test_loss_against_float64(
     seed: int,
 ) -> None:
     case = _loss_case(seed, batch, quantiles, targets, branches, spread)
-    found = _loss(device, case, branches, kappa, pad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(iqn, "_MANY", 0 if many else 1 << 30)
+        found = _loss(device, case, branches, kappa, pad)
     expected = iqn.reference_loss(**case, branches=branches, kappa=kappa)
     assert_close(found["loss"], expected.loss, factor=64, name="loss")
     # a slope is a mean of terms up to kappa: relative to the largest possible one
@@ -309,6 +313,49 @@ def test_loss_against_float64(
     np.testing.assert_array_equal(found["dtheta"][~_taken(case, branches)], 0.0)
 
 
+@pytest.fixture(params=[False, True], ids=["spread", "many"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether one warp works on all branches of a row, whatever the number of rows."""
+    monkeypatch.setattr(iqn, "_MANY", 0 if request.param else 1 << 30)
+    return bool(request.param)
+
+
+def test_many_rows_have_a_warp_each(device: Device) -> None:
+    def tiles(rows: int) -> int:
+        program = Program(Target.of("sm_90"))
+        tensors = {k: _data(program, k, v) for k, v in _loss_case(0, rows, 2, 2, (3, 2, 1)).items()}
+        iqn.loss(program, **tensors, branches=(3, 2, 1), kappa=1.0, theta_mean=program.tensor("mean", (rows, 3)))
+        (launch,) = program.launches
+        return launch.family.tiles(launch.fields)
+
+    assert (tiles(2112), tiles(2113)) == (1056, 265)
+
+
+@pytest.mark.parametrize("kappa", [1e-9, 1e-7, 1e7, 1e30])
+@pytest.mark.parametrize("shift", [0.0, 50.0])
+def test_any_threshold(device: Device, kappa: float, shift: float) -> None:
+    case = _loss_case(7, 6, 5, 33, (3, 2))
+    case["discount"][:] = 1.0
+    case["theta"] += np.float32(shift)
+    case["theta_target"] += np.float32(shift)
+    found = _loss(device, case, (3, 2), kappa)
+    expected = iqn.reference_loss(**case, branches=(3, 2), kappa=kappa)
+    np.testing.assert_allclose(found["loss"], expected.loss, rtol=5e-6)
+    np.testing.assert_allclose(found["dtheta"], expected.dtheta, rtol=1e-4, atol=1e-5 * np.abs(expected.dtheta).max())
+
+
+def test_small_differences_far_from_zero(device: Device) -> None:
+    """The loss is a sum of squares of differences, not a difference of large sums."""
+    case = _loss_case(8, 9, 32, 32, (3, 2), 0.01)
+    case["discount"][:], case["reward"][:] = 1.0, 0.0
+    case["theta"] += np.float32(64.0)
+    case["theta_target"] += np.float32(64.0)
+    found = _loss(device, case, (3, 2), 1.0)
+    expected = iqn.reference_loss(**case, branches=(3, 2), kappa=1.0)
+    np.testing.assert_allclose(found["loss"], expected.loss, rtol=2e-6)
+
+
+@pytest.mark.usefixtures("many")
 def test_loss_does_not_depend_on_runs(device: Device) -> None:
     case = _loss_case(1, 9, 33, 130, (3, 2))
     once, thrice = (_loss(device, case, (3, 2), 1.0, times=n) for n in (1, 3))
@@ -316,6 +363,7 @@ def test_loss_does_not_depend_on_runs(device: Device) -> None:
         assert array.tobytes() == thrice[name].tobytes()
 
 
+@pytest.mark.usefixtures("many")
 def test_dead_rows_ignore_the_target(device: Device) -> None:
     case = _loss_case(2, 12, 5, 7, (3, 2))
     dead = case["discount"] == 0.0
@@ -327,6 +375,7 @@ def test_dead_rows_ignore_the_target(device: Device) -> None:
         assert array.tobytes() == found[name].tobytes()
 
 
+@pytest.mark.usefixtures("many")
 def test_infinities_and_nan(device: Device) -> None:
     """An infinite reward has the slope kappa and an infinite loss; a NaN stays in its row and in the loss."""
     case = _loss_case(3, 8, 5, 7, (3, 2))
@@ -346,6 +395,25 @@ def test_infinities_and_nan(device: Device) -> None:
     np.testing.assert_array_equal(np.isnan(found["dtheta"]), mine.reshape(-1, 1) & _taken(case, (3, 2)))
 
 
+@pytest.mark.usefixtures("many")
+def test_infinite_quantiles(device: Device) -> None:
+    """Of both networks: slopes of kappa or NaN, each where the difference says so."""
+    case = _loss_case(9, 8, 5, 137, (3, 2))
+    case["discount"][:] = 0.9
+    theta, target = case["theta"].reshape(8, 5, 5), case["theta_target"].reshape(8, 137, 5)
+    theta[1, 2], theta[2, 4], theta[3, 0] = np.inf, -np.inf, np.nan
+    target[2, 0], target[4, 3], target[5, 130], target[6, [7, 131]] = -np.inf, np.inf, np.nan, [[np.inf], [-np.inf]]
+    found = _loss(device, case, (3, 2), 0.7)
+    expected = iqn.reference_loss(**case, branches=(3, 2), kappa=0.7)
+    assert np.isnan(found["loss"])
+    assert_close(found["dtheta"], expected.dtheta, factor=16, atol=1e-6, name="dtheta")
+    assert np.isnan(expected.dtheta).any(axis=1).reshape(8, 5).sum(axis=1).tolist() == [0, 0, 1, 1, 0, 5, 0, 0]
+    for row in (1, 4, 6):
+        one = {k: v.reshape(8, -1, *v.shape[1:])[row] for k, v in case.items()}
+        assert _loss(device, one, (3, 2), 0.7)["loss"] == np.inf
+
+
+@pytest.mark.usefixtures("many")
 @pytest.mark.parametrize("action", [-1, 3, 2**31 - 1, -(2**31)])
 def test_actions_that_do_not_exist(device: Device, action: int) -> None:
     """They reach no memory; the row's loss is NaN, so that the step is skipped rather than wrong."""
@@ -361,6 +429,7 @@ def test_actions_that_do_not_exist(device: Device, action: int) -> None:
         np.testing.assert_array_equal(found["dtheta"][:20], clean["dtheta"][:20])
 
 
+@pytest.mark.usefixtures("many")
 def test_each_output_alone(device: Device) -> None:
     case = _loss_case(5, 6, 5, 7, (3, 2))
     everything = _loss(device, case, (3, 2), 1.0)
