@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,10 +104,8 @@ def device_us(engine: Engine, step: Callable[[], None], steps: int, samples: int
 def host_us(engine: Engine, step: Callable[[], None], steps: int, samples: int) -> float:
     """µs of host time per call, median of `samples` after one uncounted batch; the queue is empty at the start."""
     times = []
-    for sample in range(samples + 1):
+    for _ in range(samples + 1):
         engine.synchronize()
-        # Every row of the ring is now out of date: each of the calls below writes one.
-        engine.signals["lr"] = 1e-4 * (1 + sample % 2)
         start = time.perf_counter_ns()
         for _ in range(steps):
             step()
@@ -134,6 +133,12 @@ def bench_row(
     config = MODELS[model](batch)
     with Engine(config, device=device, precision=precision, data=random_rows(config)) as engine:
 
+        rates = cycle((1e-4, 2e-4))
+
+        def changed() -> None:
+            engine.signals["lr"] = next(rates)
+            engine.step()
+
         def uncaptured() -> None:
             engine.step(captured=False)
 
@@ -146,6 +151,9 @@ def bench_row(
             "us_per_step": device_us(engine, engine.step, effort.steps, effort.samples),
             "uncaptured_us": device_us(engine, uncaptured, effort.uncaptured, effort.samples),
             "host_us": host_us(engine, engine.step, effort.queued, effort.samples),
+            # the same with a learning rate set before each step
+            "changed_us": device_us(engine, changed, effort.steps, effort.samples),
+            "changed_host_us": host_us(engine, changed, effort.queued, effort.samples),
             "launch_us": round(host_us(engine, uncaptured, min(effort.uncaptured, 20), effort.samples) / launches, 3),
             "depth": census.depth,
             "nodes": launches,

@@ -86,16 +86,6 @@ __device__ __forceinline__ void c51_load(float (&x)[GROUP][CHUNKS], const float*
     for (int g = 0; g < GROUP; ++g, from += atoms) c51_load(x[g], from, first + g < actions ? atoms : 0);
 }
 
-// Stores the lane's atoms of one row. `to` points to the lane's first.
-template <int CHUNKS>
-__device__ __forceinline__ void c51_store(float* to, const float (&x)[CHUNKS], int atoms) {
-    const int left = atoms - static_cast<int>(threadIdx.x & 31u);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        if (32 * c < left) to[32 * c] = x[c];
-    }
-}
-
 // v becomes the logits of all actions less their own advantages: v - mean_a adv. `x`: those of the first group.
 template <int CHUNKS, int GROUP>
 __device__ __forceinline__ void c51_center(float (&v)[CHUNKS], const float (&x)[GROUP][CHUNKS], const float* adv,

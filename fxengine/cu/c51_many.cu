@@ -7,7 +7,7 @@
 #include "c51_record.cuh"
 
 #ifndef C51_SIZES
-#define C51_SIZES 8, 4, 51, 3, 3, true
+#define C51_SIZES 16, 4, 51, 3, 3, true
 #endif
 
 struct C51Sizes {

@@ -432,7 +432,7 @@ __device__ __forceinline__ void heads_exponentials(float* sums, const float (&x)
     for (int c = 0; c < CHUNKS; ++c) {
         const float e = heads_exp2(fmaf(x[c], heads_log2_e, shift));
         sum[c] = e;
-        moment[c] = z[c] * e;
+        moment[c] = __fmul_rn(z[c], e);  // not part of a later sum, whatever CHUNKS is
         if (c < NEAR) continue;
         sum[c - NEAR] += e;
         moment[c - NEAR] = fmaf(z[c], e, moment[c - NEAR]);

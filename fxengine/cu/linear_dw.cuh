@@ -186,6 +186,6 @@ __device__ __forceinline__ void fx_linear_dw(const LinearDw* table, int count) {
     int tile;
     const LinearDw& r = fx_record(table, count, tile, place);
     float* const shared = fx_linear_shared<T>();
-    if (!LinearWhole<T>::EXISTS || !r.whole) return fx_linear_dw_tile<T>(r, tile, shared);
-    fx_linear_dw_tile<typename LinearWhole<T>::Tile>(r, tile, shared);
+    if (LinearWhole<T>::EXISTS && r.whole) return fx_linear_dw_tile<typename LinearWhole<T>::Tile>(r, tile, shared);
+    fx_linear_dw_tile<T>(r, tile, shared);
 }

@@ -75,7 +75,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
 
     Two records depend on each other when one writes what the other reads or writes; the earlier one in the program
     goes first. Records of one family and level share a launch. Records of a `late` family wait until just before
-    their first reader, which brings all weight gradients into one launch.
+    their first reader, which brings all weight gradients into one launch; those of another launch, if all have time,
+    wait for the next launch of their family.
 
     Args:
         program: the program.
@@ -83,7 +84,7 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     """
     records = program.launches
     before = _dependencies(records)
-    levels = _levels(records, before)
+    levels = _together(records, before, _levels(records, before))
     clears = any(s.arena == ZEROED for s in program.storages.values())
 
     groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
@@ -267,6 +268,26 @@ def _levels(records: Sequence[Launch], before: Sequence[set[int]]) -> list[int]:
     for i in reversed(range(len(records))):
         if records[i].family.late:
             levels[i] = min((levels[j] for j in followers[i]), default=last + 1) - 1
+    return levels
+
+
+def _together(records: Sequence[Launch], before: Sequence[set[int]], levels: Sequence[int]) -> list[int]:
+    """Levels where the records of a launch, if all of them have time, go to the next launch of their family."""
+    levels, latest = list(levels), [max(levels, default=0)] * len(records)
+    groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
+    for i, record in enumerate(records):
+        groups[levels[i], record.family].append(i)
+    for level, family in sorted(groups, key=lambda key: -key[0]):
+        members = groups[level, family]
+        room = min(latest[i] for i in members)
+        others = [other for other, shared in groups if shared == family and level < other <= room]
+        if others and not family.late:
+            groups[min(others), family] += groups.pop((level, family))
+            for i in members:
+                levels[i] = min(others)
+        for i in members:
+            for j in before[i]:
+                latest[j] = min(latest[j], levels[i] - 1)
     return levels
 
 

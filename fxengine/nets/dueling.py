@@ -121,8 +121,11 @@ def forward(
         fused: what follows the hidden layer of a branch is one launch (`fuses`).
     """
     rows, sizes = h2.shape[0], config.branches
+    flow = None
+    if ofi is not None:  # in the launch of the trunk's first layer, so that the heads have one node less to wait for
+        flow = p.linear(ofi, "ofi", activation="tanh", beside=(config.h1, config.state), name="ofi_embed")
     start = _Start(
-        flow=p.linear(ofi, "ofi", activation="tanh", name="ofi_embed") if ofi is not None else None,
+        flow=flow,
         value_hidden=p.linear(h2, "v1", activation="relu", siblings=_siblings(config), name="v1"),
         q=p.tensor("q", rows, sum(sizes)),
         best=p.tensor("best", rows, len(sizes), dtype=np.int32) if greedy else None,

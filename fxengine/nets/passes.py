@@ -70,6 +70,7 @@ class Pass:
         precision: str | None = None,
         y: Tensor | None = None,
         siblings: int | None = None,
+        beside: tuple[int, int] | None = None,
         name: str,
     ) -> Tensor:
         """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, other records make the layer.
@@ -89,6 +90,7 @@ class Pass:
                 y=y,
                 siblings=self._all(siblings),
                 gradient_siblings=siblings,
+                beside=beside,
                 name=full,
             )
         if y is not None:
@@ -106,6 +108,7 @@ class Pass:
             label=f"{full}.fwd",
             precision=precision,
             siblings=self._all(siblings),
+            beside=beside,
         )
         return y
 

@@ -226,6 +226,7 @@ class Tape:
         y: Tensor | None = None,
         siblings: int | None = None,
         gradient_siblings: int | None = None,
+        beside: tuple[int, int] | None = None,
         name: str,
     ) -> Tensor:
         """y[M, N] = act(x[M, K]·wᵀ + b) with parameters w [N, K] and b [N]; returns y.
@@ -240,6 +241,7 @@ class Tape:
             y: [M, N], what other records have made: only the backward is left.
             siblings: number of products like the forward's that run side by side, if it is known.
             gradient_siblings: number of gradients like that of y that are made side by side, if it is known.
+            beside: columns and depth of the layer whose launch this small one is to share.
             name: of y.
         """
         weight, bias = self.groups[w], self.groups[b] if b is not None else None
@@ -256,6 +258,7 @@ class Tape:
                 label=f"{name}.fwd",
                 precision=precision,
                 siblings=siblings,
+                beside=beside,
             )
 
         def backward(gradients: Gradients) -> None:

@@ -45,8 +45,8 @@ _ATOMS = 64
 
 # Where there are more branches of rows than this many per multiprocessor, one is given to so many lanes, of which each
 # holds at most so many numbers of a head. Fewer lanes, with more numbers, take fewer instructions.
-_MANY = 16
-_LANES = 8
+_MANY = 4
+_LANES = 16
 _HELD = 32
 
 

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 # Columns of h2 that a block of the state's gradient owns, and rows of its chunks, of which it holds two.
 _STATE_COLUMNS = 128
 _STATE_ROWS = 32
+# Part of the device for that kernel: the heads' gradients run beside it.
+_STATE_SHARE = 2 / 3
 
 # Samples per multiprocessor up to which the gradient of h2 is made apart: beyond, the products that both launches make
 # cost more than the wait for the weight gradients.
@@ -389,7 +391,7 @@ def state_gradient(
             "ld_phi": weights.w_phi.ld,
             "ld_iq1": weights.w_iq1.ld,
             "samples": samples,
-            "slices": min(samples, max(1, program.target.sm_count // parts)),
+            "slices": min(samples, max(1, int(_STATE_SHARE * program.target.sm_count) // parts)),
         },
         reads=[*reads, weights.w_phi, weights.w_iq1],
         writes=[dh2],

@@ -111,6 +111,7 @@ def forward(
     precision: str | None = None,
     tile: str | None = None,
     siblings: int | None = None,
+    beside: tuple[int, int] | None = None,
 ) -> Launch:
     """Append y = activation(x wᵀ + b), or y += x wᵀ + b.
 
@@ -126,6 +127,8 @@ def forward(
         precision: of the product, if not the program's.
         tile: a key of `FORWARD[program.precision]` (default: `choose_tile`).
         siblings: number of products like this one that run side by side, for the choice of the tile.
+        beside: columns and depth of another product of so many rows, whose launch this small one is to share: it takes
+            the other one's tile, unless that is large.
 
     Raises:
         ProgramError: shapes, dtypes or options that do not fit each other; both sides are named.
@@ -141,6 +144,9 @@ def forward(
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     mode = _precision(label, precision or program.precision, program.target)
+    if tile is None and beside is not None:
+        shared = choose_tile(program.target, m, *beside, precision=mode)
+        tile = None if FORWARD[mode][shared].alone else shared
     name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
         program.target, m, n, k, precision=mode, siblings=siblings
     )

@@ -98,10 +98,28 @@ def test_nodes_that_have_time_leave_the_places_to_others(program: Program) -> No
     for x, y in itertools.pairwise(rest[:5]):
         chain(program, x, y, a)
     chain(program, rest[1], rest[5], a, family=OTHER)  # ready with the second of four, and nobody waits for it
-    chain(program, rest[2], rest[6], a, family=OTHER)  # one level less
+    chain(program, rest[2], rest[6], a, family=replace(OTHER, name="another"))  # one level less
     nodes = schedule(program)
-    assert {n.label: n.overlaps for n in nodes if n.name == "other"} == {"c->g": False, "d->h": True}
+    assert {n.label: n.overlaps for n in nodes if n.name != "chain"} == {"c->g": False, "d->h": True}
     assert all(n.overlaps for n in nodes if n.name == "chain")
+
+
+@pytest.mark.parametrize("needed", [(), ("g",), ("f",)])
+def test_what_has_time_joins_the_next_launch_of_its_family(program: Program, needed: tuple[str, ...]) -> None:
+    """Unless one of its records is read at once."""
+    a, *path = vectors(program, "abcde")
+    side = dict(zip("fghxy", vectors(program, "fghxy"), strict=True))
+    for x, y in itertools.pairwise(path):
+        chain(program, x, y, a)
+    for name in "fg":
+        chain(program, path[0], side[name], a, family=OTHER)
+    chain(program, path[1], side["h"], a, family=OTHER)
+    for name in needed:
+        chain(program, side[name], side["x"], a, family=replace(OTHER, name="at once"))
+    chain(program, side["g"], side["y"], side["h"], family=replace(OTHER, name="reader"))
+    nodes = schedule(program)
+    found = {n.label: n.level for n in nodes if n.name == "other"}
+    assert found == ({"b->f, b->g": 0, "c->h": 1} if needed else {"b->f, b->g, c->h": 1})
 
 
 @pytest.mark.parametrize("needed", [False, True])

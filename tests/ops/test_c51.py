@@ -290,16 +290,16 @@ def test_what_is_not_finite_stays_in_its_row(device: Device, monkeypatch: pytest
 def test_the_rows_and_the_device_choose_the_lanes() -> None:
     for arch, rows, sizes, atoms, kernel in [
         ("sm_90", 64, (3, 3, 3, 3), 51, "fx_c51"),
-        ("sm_90", 528, (3, 3, 3, 3), 51, "fx_c51"),
-        ("sm_90", 529, (3, 3, 3, 3), 51, "fx_c51_many"),
+        ("sm_90", 132, (3, 3, 3, 3), 51, "fx_c51"),
+        ("sm_90", 133, (3, 3, 3, 3), 51, "fx_c51_many"),
         ("sm_90", 4096, (3, 3, 3, 3), 65, "fx_c51_wide"),
-        ("sm_90", 4096, (5,), 51, "fx_c51"),
+        ("sm_90", 4096, (9,), 51, "fx_c51"),
         ("sim", 33, (2, 3), 51, "fx_c51_many"),
     ]:
         assert c51._family(Target.of(arch), rows, sizes, atoms, True).kernel == kernel
     family = c51._family(Target.of("sm_90"), 4096, (3, 3), 51, False)
-    assert family.defines == (("C51_SIZES", "8, 2, 51, 3, 3, false"),)
-    assert family.tiles({"rows": 4096, "branches": 2}) == 256
+    assert family.defines == (("C51_SIZES", "16, 2, 51, 3, 3, false"),)
+    assert family.tiles({"rows": 4096, "branches": 2}) == 512
 
 
 @pytest.mark.usefixtures("lanes")

@@ -60,6 +60,16 @@ def test_few_weights_have_small_tiles() -> None:
     assert few.rows * few.columns < many.rows * many.columns
 
 
+@pytest.mark.parametrize(("rows", "shares"), [(64, True), (4096, False)])
+def test_a_small_product_takes_the_tile_of_another_unless_that_is_large(rows: int, shares: bool) -> None:
+    program = Program(Target.of("sm_90"), "tf32")
+    x, w, y = program.tensor("x", (rows, 48)), program.tensor("w", (16, 48)), program.tensor("y", (rows, 16))
+    apart = linear.forward(program, x, w, None, y).family
+    other = linear.FORWARD["tf32"][linear.choose_tile(program.target, rows, 256, 48, precision="tf32")]
+    assert other is not apart
+    assert linear.forward(program, x, w, None, y, beside=(256, 48)).family is (other if shares else apart)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
