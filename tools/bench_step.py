@@ -132,7 +132,6 @@ def bench_row(
     """
     config = MODELS[model](batch)
     with Engine(config, device=device, precision=precision, data=random_rows(config)) as engine:
-
         rates = cycle((1e-4, 2e-4))
 
         def changed() -> None:
