@@ -431,6 +431,7 @@ class Engine:
         self._write(self.plan.buffer("counters"), counters.view(np.uint8))
         self._submitted = int(counters[COUNTERS.index("replays")])
         self.plan.mapped("telemetry.head").array.view(np.uint64)[0] = self._submitted
+        self.signals.restart(self._submitted)
 
     def _parameter_buffers(self) -> dict[str, Buffer]:
         trained = {p.name: self.plan.buffer(p.value) for p in self.builder.groups.parameters}

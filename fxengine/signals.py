@@ -299,6 +299,10 @@ class Signals:
                 self._send(row, i, 1, slot)
             self._overrides.clear()
 
+    def restart(self, replays: int) -> None:
+        """So many replays have been launched, and all have finished: the next one is another than was expected."""
+        self._known_finished = replays
+
     def _wait(self, needed: int) -> None:
         self._known_finished = wait_for(
             needed,

@@ -6,8 +6,7 @@
 Prints a table and, with --json, one JSON object last. Columns:
 
     us_per_step     µs from one replay to the next in a queue that is kept full (device events)
-    host_us         µs that the host spends in `engine.step()` while the queue is not full; every call writes its
-                    signal row, as after a change of a signal
+    host_us         µs that the host spends in `engine.step()` while the queue is not full
     depth, nodes    of the captured graph
     floor_us        what the step's products, bytes and depth take at least (fxengine/graphs/floor.py): at the ceilings
                     of an H200, or with --measure-floor at those that this device shows now
@@ -16,7 +15,8 @@ Prints a table and, with --json, one JSON object last. Columns:
     ratio           its time over ours
 
 The JSON has more: uncaptured_us, the step launch by launch without a graph; launch_us, what the host spends per such
-launch; and what the floor is made of.
+launch; changed_us and changed_host_us, both times with a learning rate set before each step; and what the floor is made
+of.
 
 Each time is the median of five batches of steps after a warm-up. The step trains on random rows that lie on the device,
 gathered by the step itself. On the simulated device the tool runs a few steps, and its times mean nothing.

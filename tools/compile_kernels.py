@@ -38,7 +38,7 @@ REGISTERS = {"fx_iqn_warpgroup_backward": 128}
 
 #: Files that are compiled with sizes as well, those of the default network and the largest: macros by file.
 SIZES: dict[str, tuple[Mapping[str, str], ...]] = {
-    "c51_many.cu": tuple({"C51_SIZES": sizes} for sizes in ("16, 4, 51, 3, 3, true", "16, 1, 64, 8, 1, true")),
+    "c51_many.cu": tuple({"C51_SIZES": sizes} for sizes in ("4, 51, 3, 3, true", "1, 64, 8, 1, true")),
     **{
         name: tuple({"HEADS_SIZES": f"{height}, 128, 128, 51, 3"} for height in (16, 32, 64))
         for name in ("heads.cu", "heads_tf32.cu", "heads_bf16.cu")

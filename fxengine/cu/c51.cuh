@@ -1,8 +1,10 @@
-// Pieces of dueling.cuh, c51.cu and c51_many.cu. Where a warp works together, its lane l owns the atoms l, l + 32, ...,
+// Pieces of dueling.cu, heads.cuh, c51.cu and c51_many.cu. Where a warp works together, its lane l owns the atoms l, l + 32, ...,
 // CHUNKS of them, of GROUP actions at a time; further actions go through the same code again. A graph runs a kernel's
 // code once a step, cold: short code is worth more than special cases.
 #pragma once
 #include "fx.cuh"
+
+constexpr float c51_bits = 1.44269504f;  // 1 / ln 2
 
 // exp(x), 2^x, log(x) and a / b in one or two instructions, without the care for subnormal numbers, which count as 0.
 // Relative error of c51_exp: 2^-22 + |x| 2^-24, of c51_power and c51_divide: 2^-22; absolute error of c51_log near 1:
@@ -10,7 +12,7 @@
 __device__ __forceinline__ float c51_exp(float x) {
 #if FX_DEVICE
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * c51_bits));
     return y;
 #else
     return expf(x);

@@ -7,11 +7,10 @@
 #include "c51_record.cuh"
 
 #ifndef C51_SIZES
-#define C51_SIZES 16, 4, 51, 3, 3, true
+#define C51_SIZES 4, 51, 3, 3, true
 #endif
 
 struct C51Sizes {
-    int lanes;     // 8 or 16
     int branches;  // D
     int atoms;
     int most;      // actions of a branch
@@ -20,7 +19,7 @@ struct C51Sizes {
 };
 
 constexpr C51Sizes c51_sizes = {C51_SIZES};
-constexpr int LANES = c51_sizes.lanes, BRANCHES = c51_sizes.branches, ATOMS = c51_sizes.atoms, MOST = c51_sizes.most;
+constexpr int LANES = 16, BRANCHES = c51_sizes.branches, ATOMS = c51_sizes.atoms, MOST = c51_sizes.most;
 constexpr int CHUNKS = (ATOMS + LANES - 1) / LANES, GROUPS = 256 / LANES, ROWS = GROUPS / BRANCHES;
 constexpr int EARLY = 32 / LANES;
 constexpr bool DUELING = c51_sizes.dueling;
@@ -65,7 +64,7 @@ __device__ __forceinline__ float c51_total(At at) {
 // One branch d of one row; leaves its parts of the sums in the block's shared memory. What goes into an exponential is
 // in units of ln 2. exists: the row counts and is stored.
 __device__ __forceinline__ void c51_group(C51ManyShared& shared, int group, int row, int d, bool exists) {
-    constexpr float BITS = 1.44269504f;  // 1 / ln 2
+    constexpr float BITS = c51_bits;
     const C51& record = shared.record;
     const int lane = static_cast<int>(threadIdx.x % LANES);
     const int n = c51_sizes.fewest == MOST ? MOST : record.sizes[d], offset = record.offset[d];

@@ -1,9 +1,9 @@
-// One branch of the C51 heads, forward, from its hidden layer to q: the output layers and what dueling.cuh does.
+// One branch of the C51 heads, forward, from its hidden layer to q: the output layers and what dueling.cu does.
 //   z      = the wire, p_up - p_down, p = softmax of bar_hidden bar_w^T + bar_b;  or the policy of another branch
 //   hidden = relu(hidden + z late^T), in float32; relu(hidden) where none of the layer's columns comes late
 //   v      = value_hidden value_w^T + value_b
 //   adv    = hidden w^T + b
-//   q, lse, policy, best of v and adv, as in dueling.cuh
+//   q, lse, policy, best of v and adv, as in dueling.cu
 // Everything is overwritten, hidden only where it is kept; results other than q may be null.
 //
 // A block of 16 warps works on 16, 32 or 64 rows. The rows lie in shared memory, the weights in registers: of the
@@ -11,14 +11,13 @@
 // products a warp owns rows, behind them a group of its lanes does. What the launch takes is the chain of a thread's
 // instructions, so sizes may be compiled in (HEADS_SIZES, ops/heads.py), and nothing is done twice.
 #pragma once
+#include "c51.cuh"
 #include "copy_async.cuh"
-#include "dueling.cuh"
 #include "linear_fragments.cuh"
 
 constexpr int heads_warps = 16;
 constexpr int heads_depth = 128;  // k that a warp multiplies by at once
 constexpr int heads_most = 64;    // rows of a block
-constexpr float heads_log2_e = 1.44269504f;
 
 struct Heads {
     int first_tile;
@@ -385,17 +384,6 @@ __device__ __forceinline__ float heads_wires(const Heads& record, int row, int l
     return wire;
 }
 
-// 2^x as c51_exp works it out.
-__device__ __forceinline__ float heads_exp2(float x) {
-#if FX_DEVICE
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
-
 // Whether the lane has an atom number c.
 __device__ __forceinline__ bool heads_owns(int c, int lane, int atoms) {
     return c < HeadsShare::SURE || HeadsShare::LANES * c + lane < atoms;
@@ -430,7 +418,7 @@ __device__ __forceinline__ void heads_exponentials(float* sums, const float (&x)
     float sum[CHUNKS], moment[CHUNKS];
     FX_UNROLL
     for (int c = 0; c < CHUNKS; ++c) {
-        const float e = heads_exp2(fmaf(x[c], heads_log2_e, shift));
+        const float e = c51_power(fmaf(x[c], c51_bits, shift));
         sum[c] = e;
         moment[c] = __fmul_rn(z[c], e);  // not part of a later sum, whatever CHUNKS is
         if (c < NEAR) continue;
@@ -467,7 +455,7 @@ __device__ __forceinline__ float heads_sums(float (&x)[8], int lane) {
     return fx_lanes_sum<LANES / 8>(x[0]);
 }
 
-// q, lse, policy and best of the block's rows (dueling.cuh), LANES lanes for each. The rows of a warp lie so far apart
+// q, lse, policy and best of the block's rows (dueling.cu), LANES lanes for each. The rows of a warp lie so far apart
 // that no access meets a bank twice; those that do not exist are worked on without results.
 template <int WORD>
 __device__ __forceinline__ void heads_softmax(const Heads& record, const HeadsSizes& sizes,
@@ -520,7 +508,7 @@ __device__ __forceinline__ void heads_softmax(const Heads& record, const HeadsSi
         FX_UNROLL
         for (int g = 0; g < GROUP; ++g) {
             peak[g] = heads_max(peak[g]);
-            heads_exponentials(sums + g, x[g], z, -heads_log2_e * peak[g]);
+            heads_exponentials(sums + g, x[g], z, -c51_bits * peak[g]);
         }
         const float own = heads_sums(sums, lane), other = __shfl_xor_sync(0xffffffffu, own, LANES / 2);
         const float sum = has_moment ? other : own;

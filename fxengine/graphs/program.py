@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Arena whose storages one memset node clears at the start of every replay.
 ZEROED = "zeroed"
-#: Arena of mapped-pinned host memory (signal rows, telemetry rows).
+#: Arena of mapped-pinned host memory (telemetry rows, observations, steps to insert).
 MAPPED = "mapped"
 #: Arena of data uploaded once, when the program is planned.
 CONSTANTS = "constants"

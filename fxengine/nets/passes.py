@@ -75,7 +75,8 @@ class Pass:
     ) -> Tensor:
         """y = act(x·w_layerᵀ + b_layer); see `Tape.linear`. With `y`, other records make the layer.
 
-        `siblings`: number of layers like this one that run side by side in the pass, if it is known.
+        `siblings`: number of layers like this one that run side by side in the pass, if it is known. `beside`: columns
+        and depth of the layer whose launch this small one is to share.
         """
         w, b = f"w_{layer}", f"b_{layer}" if bias else None
         full = name + self.suffix

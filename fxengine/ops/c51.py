@@ -28,7 +28,7 @@ from fxengine.ops.reduce import sum_partials
 if TYPE_CHECKING:
     from fxengine.driver import Target
 
-#: Most branches that a record describes and a block works on.
+#: Most branches that a record describes.
 MAX_BRANCHES = 8
 
 
@@ -43,35 +43,36 @@ C51_WIDE = Family("c51_wide", "c51.cu", "fx_c51_wide", "C51", tiles=_tiles)
 # Two atoms per lane.
 _ATOMS = 64
 
-# Where there are more branches of rows than this many per multiprocessor, one is given to so many lanes, of which each
-# holds at most so many numbers of a head. Fewer lanes, with more numbers, take fewer instructions.
+# Where there are more branches of rows than this many per multiprocessor, one is given to so many lanes (c51_many.cu),
+# of which each holds at most so many numbers of a head, and a few for each of at most so many actions.
 _MANY = 4
 _LANES = 16
 _HELD = 32
+_ACTIONS = 8
 
 
 @cache
-def _many(lanes: int, branches: int, atoms: int, most: int, fewest: int, dueling: bool) -> Family:
-    """`lanes` for each branch of a row; the sizes are compiled in: actions of the largest branch, and of the smallest.
+def _many(branches: int, atoms: int, most: int, fewest: int, dueling: bool) -> Family:
+    """With its sizes compiled in; `most` and `fewest`: actions of the largest branch, and of the smallest.
 
     It works for so many rows that it shares a launch with nobody: its registers would be taken from the others.
     """
-    sizes = f"{lanes}, {branches}, {atoms}, {most}, {fewest}, {str(dueling).lower()}"
+    sizes = f"{branches}, {atoms}, {most}, {fewest}, {str(dueling).lower()}"
     return Family(
         "c51_many",
         "c51_many.cu",
         "fx_c51_many",
         "C51",
-        tiles=partial(_tiles, groups=256 // lanes),
+        tiles=partial(_tiles, groups=256 // _LANES),
         alone=True,
         defines=(("C51_SIZES", sizes),),
     )
 
 
 def _family(target: Target, rows: int, sizes: Sequence[int], atoms: int, dueling: bool) -> Family:
-    held = max(sizes) * -(-atoms // _LANES)
-    if rows * len(sizes) > _MANY * target.sm_count and atoms <= _ATOMS and held <= _HELD:
-        return _many(_LANES, len(sizes), atoms, max(sizes), min(sizes), dueling)
+    fits = atoms <= _ATOMS and max(sizes) <= _ACTIONS and max(sizes) * -(-atoms // _LANES) <= _HELD
+    if fits and rows * len(sizes) > _MANY * target.sm_count:
+        return _many(len(sizes), atoms, max(sizes), min(sizes), dueling)
     return C51 if atoms <= _ATOMS else C51_WIDE
 
 

@@ -139,7 +139,7 @@ class Collector:
         """Let every environment make so many steps, and train in between; does not wait for them.
 
         After step number n, counted over the whole run, the engine trains if n is at least `warmup` and divisible by
-        `train_every`. The host waits only while `signals.RING_ROWS` steps are queued.
+        `train_every`. The host waits only before a launch while `signals.RING_ROWS` steps are queued.
 
         Args:
             steps: how many.
@@ -159,7 +159,7 @@ class Collector:
             for _ in range(chains):
                 self._run_chain(chain)
             for _ in range(rest):
-                self._publish(1)
+                self._publish()
                 try:
                     self._launch()
                     self._launched(1)
@@ -233,10 +233,11 @@ class Collector:
             plans.append(self._plan)
             if self._trains(step):
                 engine.require_transitions(engine.inserted + step - self._steps)
-                engine.signals.publish(number)
                 plans.append(self._training_plan(number))
                 number += 1
-        self._publish(steps)
+        if number > engine._submitted:
+            engine.signals.publish(engine._submitted)
+        self._publish()
         key = tuple(plans)
         if key not in self._chains:
             self._chains[key] = capture_sequence(plans, stream=engine.stream)
@@ -257,11 +258,11 @@ class Collector:
         """The form of the training step that replay `number` of the engine has."""
         return self._engine._variant(decompose=False, oracles=self._engine.runs_oracles(number)).plan
 
-    def _publish(self, steps: int) -> None:
-        """Let the next steps see the signals as they are; waits while so many are queued that rows are in use."""
-        signals, last = self._engine.signals, self._steps + steps
-        if last - self._finished > RING_ROWS:
-            self._wait(last - RING_ROWS)
+    def _publish(self) -> None:
+        """Let the next launch see the signals as they are; waits until the row of its first step is free."""
+        signals = self._engine.signals
+        if self._steps - self._finished >= RING_ROWS:
+            self._wait(self._steps - RING_ROWS + 1)
         version = signals._version  # read before the values: a later change is sent by the next launch
         if self._version != version:
             row = self._steps % RING_ROWS

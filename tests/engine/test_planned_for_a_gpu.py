@@ -59,3 +59,14 @@ def test_widths_that_are_no_multiples_of_anything(sizes: dict[str, Any]) -> None
 def assert_gradients(found: Tree, expected: Tree, tolerance: float) -> None:
     errors = {name: float(np.linalg.norm(found[name] - g) / np.linalg.norm(g)) for name, g in expected.items()}
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+@pytest.mark.parametrize("batch", [64, 256])
+def test_the_order_flow_is_embedded_beside_the_first_layer(batch: int) -> None:
+    config = StepConfig(batch=batch)
+    with (
+        planned_for(Target.of("sm_90")) as device,
+        Engine(config, device=device, precision="tf32", data=random_rows(config, 2 * batch)) as engine,
+    ):
+        (first,) = (node for node in engine.plan.nodes if "h1.fwd" in [record.label for record in node.records])
+        assert {"ofi_embed.fwd", "ofi_embed.next.fwd"} <= {record.label for record in first.records}

@@ -177,6 +177,22 @@ def test_an_idle_device_that_never_finished_the_replay_is_an_error() -> None:
         signals.publish(4)
 
 
+def test_replays_are_counted_anew_after_a_restart(device: Device) -> None:
+    """Else rows would be overwritten whose copies are still to be made."""
+    finished = [100]
+    signals = Snapshot(finished, idle=True).signals
+    signals.publish(100)
+    finished[0] = 0
+    signals.restart(0)
+    with pytest.raises(RingFullError):
+        signals.publish(4)
+    with make(device) as engine:
+        state = engine.state()
+        engine.run(2 * RING_ROWS)
+        engine.load_state(state)
+        assert engine.signals._known_finished == 0
+
+
 def test_overrides_are_sent_once() -> None:
     device = Snapshot()
     device.signals.publish(0)

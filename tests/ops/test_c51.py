@@ -27,17 +27,10 @@ LOSSES = ("loss_c51", "loss_cql", "loss_distill")
 WEIGHTS = {"w_c51": 0.7, "w_cql": 0.3, "w_distill": 0.4}
 
 
-@pytest.fixture(params=[32, 8], ids=["warp", "many"])
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many lanes for each branch of a row, whatever the number of rows."""
-    _force(monkeypatch, request.param)
-    return int(request.param)
-
-
-def _force(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
-    monkeypatch.setattr(c51, "_MANY", 0 if lanes < 32 else 1 << 30)
-    if lanes < 32:
-        monkeypatch.setattr(c51, "_LANES", lanes)
+@pytest.fixture(params=["warp", "many"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp for each branch of a row, or half a one, whatever the number of rows."""
+    monkeypatch.setattr(c51, "_MANY", 0 if request.param == "many" else 1 << 30)
 
 
 @dataclass
@@ -234,7 +227,6 @@ def test_losses_and_gradient(
     _compare(_run(device, case), _reference(case), loose=3e-5)
 
 
-@pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize(
     ("rows", "sizes", "atoms", "plain"),
     [
@@ -255,9 +247,8 @@ def test_fewer_lanes_for_each_branch(
     sizes: tuple[int, ...],
     atoms: int,
     plain: bool,
-    lanes: int,
 ) -> None:
-    _force(monkeypatch, lanes)
+    monkeypatch.setattr(c51, "_MANY", 0)
     for seed, (quantiles, pad) in enumerate([(5, 0), (0, 3), (33, 3)]):
         case = _case(seed, rows, sizes, atoms, quantiles=quantiles, pad=pad, plain=plain)
         if seed == 2:  # neighbours in a warp that look at many atoms, at one, and at none
@@ -268,10 +259,9 @@ def test_fewer_lanes_for_each_branch(
         }
 
 
-@pytest.mark.parametrize("lanes", [8, 16])
-def test_what_is_not_finite_stays_in_its_row(device: Device, monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_what_is_not_finite_stays_in_its_row(device: Device) -> None:
     """Whoever else the warp works for."""
-    _force(monkeypatch, lanes)
     case = _case(14, 21, (3, 2, 4))
     bad = [1, 4, 6, 9, 12, 15, 19]
     assert case.v is not None and case.v_target is not None and case.theta is not None
@@ -293,16 +283,16 @@ def test_the_rows_and_the_device_choose_the_lanes() -> None:
         ("sm_90", 132, (3, 3, 3, 3), 51, "fx_c51"),
         ("sm_90", 133, (3, 3, 3, 3), 51, "fx_c51_many"),
         ("sm_90", 4096, (3, 3, 3, 3), 65, "fx_c51_wide"),
-        ("sm_90", 4096, (9,), 51, "fx_c51"),
+        ("sm_90", 4096, (9,), 16, "fx_c51"),
         ("sim", 33, (2, 3), 51, "fx_c51_many"),
     ]:
         assert c51._family(Target.of(arch), rows, sizes, atoms, True).kernel == kernel
     family = c51._family(Target.of("sm_90"), 4096, (3, 3), 51, False)
-    assert family.defines == (("C51_SIZES", "16, 2, 51, 3, 3, false"),)
+    assert family.defines == (("C51_SIZES", "2, 51, 3, 3, false"),)
     assert family.tiles({"rows": 4096, "branches": 2}) == 512
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
 def test_each_loss_alone(device: Device, name: str) -> None:
     case = _case(11, 9, (3, 2, 4))
@@ -310,7 +300,7 @@ def test_each_loss_alone(device: Device, name: str) -> None:
     _compare(_run(device, case), _reference(case))
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_plain_heads_move_the_action_that_was_taken(device: Device) -> None:
     """The distributional loss alone: exact zeros for all other actions, and the softmax's slope for this one."""
     case = _case(12, 7, (3, 2), 51, quantiles=0, plain=True)
@@ -401,7 +391,7 @@ def test_projection_reference_agrees_with_the_one_of_the_step() -> None:
     assert_close(expected.sum(axis=1), np.ones(20), atol=1e-14)
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
     """Whatever the row holds; the losses themselves are not scaled."""
     case = _case(2, 6, (3, 2))
@@ -434,7 +424,7 @@ def test_a_weight_of_zero_is_an_exact_zero(device: Device) -> None:
     assert np.isnan(result["loss_cql"][0]) and np.isfinite(result["dv"]).all() and np.isfinite(result["dadv0"]).all()
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
     case = _case(3, 8, (3, 4))
     case.discount[:] = [0.0, 0.9] * 4
@@ -446,7 +436,7 @@ def test_dead_rows_ignore_the_target_networks(device: Device) -> None:
         np.testing.assert_array_equal(array, clean[name])
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_rewards_that_are_not_finite(device: Device) -> None:
     """An infinite one lands on the outermost atom, as the projection says; NaN reaches loss and gradient."""
     case = _case(4, 6, (3, 2))
@@ -465,7 +455,7 @@ def test_rewards_that_are_not_finite(device: Device) -> None:
     assert np.isnan(result["loss_c51"][0]) and np.isfinite(result["loss_cql"][0])
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_networks_that_are_not_finite(device: Device) -> None:
     """A NaN anywhere in a live row is in its priority and its gradient."""
     case = _case(6, 5, (3, 2))
@@ -477,7 +467,7 @@ def test_networks_that_are_not_finite(device: Device) -> None:
         np.testing.assert_array_equal(bad, [True, True, True, True, False], err_msg=name)
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
     case = _case(7, 4, (3, 2))
     clean = _run(device, case)
@@ -492,7 +482,7 @@ def test_an_unknown_action_makes_its_row_nan(device: Device) -> None:
         np.testing.assert_array_equal(np.isnan(_run(device, case)["dv"]).all(axis=1), [False, True, True, False])
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:
     """The range of atoms that the projection looks at never loses one."""
     for discount in (1e-6, 0.0099, 0.01, 0.5, 1.0, 4.0, -0.5):
@@ -503,7 +493,7 @@ def test_huge_rewards_and_any_discount_keep_the_mass(device: Device) -> None:
         _compare(_run(device, case), _reference(case), loose=2e-5)
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("kernels")
 def test_bits_do_not_depend_on_the_outputs_nor_on_the_place_in_the_batch(device: Device) -> None:
     case = _case(9, 11, (3, 3, 3))
     full = _run(device, case)
