@@ -244,10 +244,12 @@ class Signals:
                 raise KeyError(f"'{name}' is owned by the device; use override() to set it at the next launch")
             writes.append((slots, _checked(slots[0], value)))
         with self._lock:
+            before = self._values.tobytes()
             for slots, number in writes:
                 for slot in slots:
                     self._values[slot.index] = number
-            self._version += 1
+            if self._values.tobytes() != before:  # a loop may set the same rate before every step
+                self._version += 1
 
     def override(self, name: str, value: float) -> None:
         """Set a device-owned slot at the next launch, once; the device goes on from there.

@@ -1,6 +1,6 @@
-// Pieces of dueling.cu, heads.cuh, c51.cu and c51_many.cu. Where a warp works together, its lane l owns the atoms l, l + 32, ...,
-// CHUNKS of them, of GROUP actions at a time; further actions go through the same code again. A graph runs a kernel's
-// code once a step, cold: short code is worth more than special cases.
+// Pieces of dueling.cu, heads.cuh, c51.cu and c51_many.cu. Where a warp works together, its lane l owns the atoms l,
+// l + 32, ..., CHUNKS of them, of GROUP actions at a time; further actions go through the same code again. A graph runs a
+// kernel's code once a step, cold: short code is worth more than special cases.
 #pragma once
 #include "fx.cuh"
 

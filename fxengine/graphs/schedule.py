@@ -280,11 +280,11 @@ def _together(records: Sequence[Launch], before: Sequence[set[int]], levels: Seq
     for level, family in sorted(groups, key=lambda key: -key[0]):
         members = groups[level, family]
         room = min(latest[i] for i in members)
-        others = [other for other, shared in groups if shared == family and level < other <= room]
-        if others and not family.late:
-            groups[min(others), family] += groups.pop((level, family))
+        later = min((other for other, shared in groups if shared == family and level < other <= room), default=level)
+        if later > level and not family.late:
+            groups[later, family] += groups.pop((level, family))
             for i in members:
-                levels[i] = min(others)
+                levels[i] = later
         for i in members:
             for j in before[i]:
                 latest[j] = min(latest[j], levels[i] - 1)

@@ -126,13 +126,13 @@ def test_bad_writes_are_refused_and_change_nothing(device: Device) -> None:
 class Snapshot:
     """Signals whose copies are made at once; without a device."""
 
-    def __init__(self, finished: list[int] | None = None, idle: bool = False, groups: SignalMap | None = None) -> None:
+    def __init__(self, finished: list[int] | None = None, idle: bool = False, slots: SignalMap | None = None) -> None:
         self.rows = np.zeros((4, ROW), np.float32)
         self.values = np.zeros(SLOTS, np.float32)
         self.copies: list[tuple[int, int]] = []
         counted = [100] if finished is None else finished
         self.signals = Signals(
-            groups or SignalMap(), self.rows, self._send, finished=lambda: counted[0], idle=lambda: idle
+            slots or SignalMap(), self.rows, self._send, finished=lambda: counted[0], idle=lambda: idle
         )
 
     def _send(self, row: int, first: int, count: int, slot: int) -> None:
@@ -155,6 +155,9 @@ def test_what_has_not_changed_is_not_sent() -> None:
     device.signals.publish(6)
     assert device.copies[1:] == [(2, HOST_SLOTS)]
     assert (device["w_nb"], device["w_pred"]) == (0.5, 0.25)
+    device.signals.update({"w_nb": 0.5, "lr": 3e-4})  # as they are
+    device.signals.publish(7)
+    assert len(device.copies) == 2
 
 
 def test_publish_waits_for_the_replay_that_reads_the_row() -> None:
@@ -210,7 +213,7 @@ def test_overrides_are_sent_once() -> None:
 def test_more_overrides_than_a_row_holds_are_refused() -> None:
     names = [s.name for s in SignalMap({g: f"g{g}" for g in range(16)}).slots.values() if s.device_owned]
     assert len(names) > MAX_OVERRIDES
-    device = Snapshot(groups=SignalMap({g: f"g{g}" for g in range(16)}))
+    device = Snapshot(slots=SignalMap({g: f"g{g}" for g in range(16)}))
     wide = device.signals
     for name in names[:MAX_OVERRIDES]:
         wide.override(name, 1.0)
