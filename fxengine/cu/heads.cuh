@@ -167,12 +167,12 @@ template <int WORD>
 struct HeadsWeights {
     static constexpr int PANELS = heads_depth / 16;
     static constexpr int WORDS = WORD == 2 ? 4 : 8;
+    float raw[PANELS][2][4];  // as they are in memory, until they are needed
     unsigned words[PANELS][WORDS];
     float bias[2];
 
     __device__ __forceinline__ void fetch(const HeadsUnit& unit, int k0, bool quads) {
         const int lane = static_cast<int>(threadIdx.x) & 31, k = k0 + 4 * (lane & 3);
-        float v[PANELS][2][4];
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             const int column = min(unit.column + 2 * (lane >> 2) + h, unit.rows - 1);
@@ -180,22 +180,26 @@ struct HeadsWeights {
             bias[h] = unit.b[column];
             if (quads && k0 + heads_depth <= unit.depth) {
                 FX_UNROLL
-                for (int p = 0; p < PANELS; ++p) fx_load(v[p][h], from + 16 * p, 4, true);
+                for (int p = 0; p < PANELS; ++p) fx_load(raw[p][h], from + 16 * p, 4, true);
             } else {
                 FX_UNROLL
-                for (int p = 0; p < PANELS; ++p) fx_load(v[p][h], from + 16 * p, unit.depth - k - 16 * p, false);
+                for (int p = 0; p < PANELS; ++p) fx_load(raw[p][h], from + 16 * p, unit.depth - k - 16 * p, false);
             }
         }
+    }
+
+    // Waits for them.
+    __device__ __forceinline__ void round() {
         FX_UNROLL
         for (int p = 0; p < PANELS; ++p) {
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 if constexpr (WORD == 0) {
                     FX_UNROLL
-                    for (int e = 0; e < 4; ++e) words[p][4 * h + e] = __float_as_uint(v[p][h][e]);
+                    for (int e = 0; e < 4; ++e) words[p][4 * h + e] = __float_as_uint(raw[p][h][e]);
                 } else {
                     unsigned own[4 / WORD];
-                    fx_linear_words<WORD>(own, v[p][h]);
+                    fx_linear_words<WORD>(own, raw[p][h]);
                     FX_UNROLL
                     for (int e = 0; e < 4 / WORD; ++e) words[p][h + 2 * e] = own[e];
                 }
@@ -623,10 +627,8 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
                        sizes.depth);
         }
     };
+    // Nothing that is under way is waited for before that: a block may enter when its predecessors are through.
     if (record.early) copy_rows();
-    fx_copy_commit();
-    fx_copy_wait<0>();
-    __syncthreads();
     fx_wait();
     fx_trigger();
     if (!record.early) copy_rows();
@@ -648,8 +650,9 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
                                            : c51_row(record.others, record.ld_others, row);
         z[r] = lane < (has_wire ? record.bar_depth : columns) ? fx_global(from)[lane] : 0.0f;
     }
+    if (warp < units) weights.round();
     fx_copy_wait<0>();
-    __syncwarp();
+    __syncthreads();
     if (has_wire) {
         z[0] = heads_wires(record, first_row + warp, exist - warp, z, bar_w, bar_b);
         FX_UNROLL
@@ -677,7 +680,10 @@ __device__ __forceinline__ void heads_block(const Heads* table, int count, float
         float* const out = (now.value ? at.v : at.adv) + now.column;
 #pragma unroll 1
         for (int k0 = 0; k0 < now.depth; k0 += heads_depth) {
-            if (begun > 0 || k0 > 0) weights.fetch(now, k0, sizes.quads);
+            if (begun > 0 || k0 > 0) {
+                weights.fetch(now, k0, sizes.quads);
+                weights.round();
+            }
 #pragma unroll 1
             for (int i = 0; i < sizes.height; i += 16) {
                 heads_multiply(out + i * out_stride, out_stride, rows + i * stride, stride, k0, weights);
