@@ -15,8 +15,9 @@ from fxengine.driver import Target
 from fxengine.graphs import MAPPED, ZEROED, Program, ProgramError, Tensor
 from fxengine.nets.sampling import BATCH_STREAM, Sampling
 from fxengine.nets.tape import Tape
-from fxengine.ops import gather, random, step
+from fxengine.ops import gather, random, step, values
 from fxengine.ops.reduce import SUM
+from fxengine.ops.rows import mask_rows
 from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.groups import ParamGroup, ParamGroups, ParamSpec
 from fxengine.train.optimizer import Guard, optimize
@@ -83,6 +84,7 @@ class StepBuilder:
         self.fixed_parameters: dict[str, Tensor] = {}
         self.reports: list[str] = []
         self._data = dict(data or {})
+        self._resident: dict[Tensor, Tensor] = {}
         self._feed = frozenset(feed)
         self.target_parameters: dict[str, Tensor] = {}
         self.persistent: dict[str, Tensor] = {}
@@ -104,37 +106,80 @@ class StepBuilder:
 
     # -- declarations --------------------------------------------------------------------------------------------
 
-    def input(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> Tensor:
+    def input(
+        self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32, *, mask: Tensor | None = None
+    ) -> Tensor:
         """A batch input [batch, ...]. The host writes it, or it is gathered from `data` by Philox row indices, or the
         replay fills it (`Sampling`).
 
+        Args:
+            name: of the input.
+            shape: [batch, ...].
+            dtype: of an element.
+            mask: an input float32 [batch] of this step, or None. Rows where it is 0 are zeros in the tensor returned,
+                whatever they hold. Where both are gathered that is the input itself, else a copy of it.
+
         Raises:
             ProgramError: the data or the replay's field of this input has another row shape or dtype, or the replay
-                does not have it.
+                does not have it; or with a mask the input is not float32 [batch, n].
         """
+        resident_mask = self._resident.get(mask) if mask is not None else None
         if self.sampling is not None and name not in self._feed:
-            self.inputs[name] = self.sampling.input(name, shape, dtype)
-            return self.inputs[name]
-        tensor = self.program.tensor(name, shape, dtype, arena="inputs")
+            tensor = self.sampling.input(name, shape, dtype)
+        elif name in self._data:
+            tensor = self._gathered(name, shape, dtype, resident_mask)
+            mask = mask if resident_mask is None else None
+        else:
+            tensor = self.program.tensor(name, shape, dtype, arena="inputs")
         self.inputs[name] = tensor
-        source = self._data.get(name)
-        if source is not None:
-            rows = source.array
-            if rows.shape[1:] != tensor.shape[1:] or rows.dtype != tensor.dtype:
-                raise ProgramError(
-                    f"data of input '{name}' has rows {rows.dtype} {rows.shape[1:]}, "
-                    f"the step reads {tensor.dtype} {tensor.shape[1:]}"
-                )
-            resident = self.program.tensor(f"data.{name}", rows.shape, rows.dtype, arena="data", data=rows)
-            gather.gather(
+        if mask is None:
+            return tensor
+        living = self.program.tensor(f"{name}.living", shape, padded=True)
+        mask_rows(self.program, tensor, mask, living, label=living.name)
+        return living
+
+    def _gathered(self, name: str, shape: Sequence[int], dtype: DTypeLike, mask: Tensor | None) -> Tensor:
+        """The input out of its data, with zeros where `mask` [population] is 0."""
+        tensor = self.program.tensor(name, shape, dtype, arena="inputs", padded=mask is not None)
+        rows = self._data[name].array
+        if rows.shape[1:] != tensor.shape[1:] or rows.dtype != tensor.dtype:
+            raise ProgramError(
+                f"data of input '{name}' has rows {rows.dtype} {rows.shape[1:]}, "
+                f"the step reads {tensor.dtype} {tensor.shape[1:]}"
+            )
+        resident = self.program.tensor(f"data.{name}", rows.shape, rows.dtype, arena="data", data=rows)
+        self._resident[tensor] = resident
+        gather.gather(
+            self.program,
+            resident,
+            tensor,
+            counters=self.counters,
+            stream=BATCH_STREAM,
+            mask=mask,
+            label=f"gather.{name}",
+        )
+        return tensor
+
+    def onehots(self, numbers: Tensor, sizes: Sequence[int]) -> Tensor:
+        """One-hot codes float32 [batch, sum n_d], side by side, of an input int32 [batch, D]; see `values.onehots`.
+
+        They are gathered as the input is, or made of it.
+        """
+        codes = self.program.tensor("onehots", (numbers.shape[0], sum(sizes)), padded=True)
+        resident = self._resident.get(numbers)
+        if resident is None:
+            values.onehots(self.program, numbers, codes, sizes=sizes, label="onehots")
+        else:
+            gather.gather_onehots(
                 self.program,
                 resident,
-                tensor,
+                codes,
+                sizes=sizes,
                 counters=self.counters,
                 stream=BATCH_STREAM,
-                label=f"gather.{name}",
+                label="gather.onehots",
             )
-        return tensor
+        return codes
 
     def noise(self, name: str, shape: Sequence[int], *, stream: int) -> Tensor:
         """A batch input of uniform numbers in [0, 1): drawn on the device, or written by the host if it is in `feed`.

@@ -30,8 +30,7 @@ def shaped_reward(
     live: Tensor,
 ) -> Tensor:
     """r [B] = reward + w_curiosity·live·min(sg(intr), curiosity_cap); adds L_curiosity."""
-    onehots = p.tensor("onehots", state.shape[0], sum(config.branches))
-    values.onehots(p.program, actions, onehots, sizes=config.branches, label="onehots")
+    onehots = p.step.onehots(actions, config.branches)
     hidden = p.linear((state, onehots), "c1", activation="relu", name="c1")
     prediction = p.linear(hidden, "c2", name="c2")
     shaped = p.tensor("shaped_reward", state.shape[0])

@@ -19,7 +19,6 @@ from fxengine.ops import c51, gate
 from fxengine.ops import decoders as decoder_losses
 from fxengine.ops import iqn as iqn_losses
 from fxengine.ops.heads import Wire
-from fxengine.ops.rows import mask_rows
 
 #: Philox streams of the quantile fractions.
 TAU_STREAM, TAU_TARGET_STREAM = 2, 3
@@ -177,23 +176,14 @@ def _declare_groups(step: StepBuilder, config: StepConfig) -> None:
 def _inputs(step: StepBuilder, config: StepConfig) -> Batch:
     rows = config.batch
     state = step.input("state", (rows, config.state))
-    next_state = step.input("next_state", (rows, config.state))
     reward, discount, weight = (step.input(name, (rows,)) for name in ("reward", "discount", "weight"))
+    next_state = step.input("next_state", (rows, config.state), mask=None if config.tokens else discount)
     actions = step.input("actions", (rows, len(config.branches)), np.int32)
     ofi = next_ofi = None
     if config.has_ofi:
         ofi = step.input("ofi", (rows, config.ofi))
-        next_ofi = _living(step, step.input("next_ofi", (rows, config.ofi)), discount)
-    if not config.tokens:
-        next_state = _living(step, next_state, discount)
+        next_ofi = step.input("next_ofi", (rows, config.ofi), mask=discount)
     return Batch(state, next_state, reward, discount, weight, actions, ofi, next_ofi)
-
-
-def _living(step: StepBuilder, x: Tensor, discount: Tensor) -> Tensor:
-    """x with zeros in the rows whose discount is 0: they may hold anything, NaN included."""
-    living = step.program.tensor(f"{x.name}.living", x.shape, padded=True)
-    mask_rows(step.program, x, discount, living, label=f"{x.name}.living")
-    return living
 
 
 def _head_losses(

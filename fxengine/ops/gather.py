@@ -8,7 +8,8 @@ depend on what ran before, and all records of one stream pick the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from fxengine.graphs import Family, Program, Tensor
 
 _TILE_WORDS = 2048
+_TILE_CODES = 256
 _TILE_ROWS = 256
 
 
@@ -35,9 +37,12 @@ def gather(
     counters: Tensor,
     stream: int,
     indices: Tensor | None = None,
+    mask: Tensor | None = None,
     label: str,
 ) -> None:
     """Append: target[b] = source[random index of b], the same indices for every record of one stream.
+
+    With a mask: zeros where mask[random index of b] is 0, whatever the row holds.
 
     Args:
         program: program to append to.
@@ -46,6 +51,7 @@ def gather(
         counters: uint64 [4] (replays finished, t, skipped, seed).
         stream: number of the random stream, 32 bits.
         indices: int32 [batch] that receives the rows picked, or None.
+        mask: float32 [population], such as the discount, or None; anything but 0 (NaN included) lets the row through.
         label: shown in tables.
 
     Raises:
@@ -58,16 +64,72 @@ def gather(
         )
     if source.dtype.itemsize % 4:
         raise ValueError(f"'{label}': elements must have 4 or 8 bytes, got {source.dtype}")
-    if not 0 <= stream < 2**32:
-        raise ValueError(f"'{label}': stream {stream} does not fit 32 bits without sign")
     batch, population = target.shape[0], source.shape[0]
     if indices is not None and (indices.dtype != np.int32 or indices.shape != (batch,) or population >= 2**31):
         raise ValueError(
             f"'{label}': indices must be int32 ({batch},) and the population below 2**31, "
             f"got {indices.dtype} {indices.shape} and {population}"
         )
+    if mask is not None and (mask.dtype != np.float32 or mask.shape != (population,)):
+        raise ValueError(
+            f"'{label}': mask must be float32 ({population},), as the source has rows, got {mask.dtype} {mask.shape}"
+        )
+    _launch(program, source, target, counters, stream, label, indices=indices, mask=mask)
+
+
+def gather_onehots(
+    program: Program,
+    source: Tensor,
+    target: Tensor,
+    *,
+    sizes: Sequence[int],
+    counters: Tensor,
+    stream: int,
+    label: str,
+) -> None:
+    """Append: target[b] = one-hot codes, side by side, of source[random index of b], by the indices of `gather`.
+
+    Args:
+        program: program to append to: one record per branch.
+        source: int32 [population, D]; a number outside [0, n_d) has no 1.
+        target: float32 [batch, sum n_d].
+        sizes: n_d per branch.
+        counters: uint64 [4] (replays finished, t, skipped, seed).
+        stream: number of the random stream, 32 bits.
+        label: shown in tables, with the number of the branch.
+
+    Raises:
+        ValueError: shapes or dtypes do not match; the message shows both sides.
+    """
+    if source.dtype != np.int32 or len(source.shape) != 2 or source.shape[1] != len(sizes) or min(sizes) < 1:
+        raise ValueError(
+            f"'{label}': source must be int32 [population, {len(sizes)}] for sizes {tuple(sizes)} of at least 1, "
+            f"got {source.dtype} {source.shape}"
+        )
+    if target.dtype != np.float32 or len(target.shape) != 2 or target.shape[1] != sum(sizes):
+        raise ValueError(f"'{label}': target must be float32 [batch, {sum(sizes)}], got {target.dtype} {target.shape}")
+    for d, (n, start) in enumerate(zip(sizes, accumulate(sizes, initial=0), strict=False)):
+        numbers, codes = source.columns(d, d + 1), target.columns(start, start + n)
+        _launch(program, numbers, codes, counters, stream, f"{label}{d}", codes=True)
+
+
+def _launch(
+    program: Program,
+    source: Tensor,
+    target: Tensor,
+    counters: Tensor,
+    stream: int,
+    label: str,
+    *,
+    indices: Tensor | None = None,
+    mask: Tensor | None = None,
+    codes: bool = False,
+) -> None:
+    """Append a record; raises ValueError if the stream does not fit."""
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"'{label}': stream {stream} does not fit 32 bits without sign")
     scale = source.dtype.itemsize // 4
-    words = math.prod(source.shape[1:]) * scale
+    words = math.prod(target.shape[1:]) * scale
     program.launch(
         GATHER,
         {
@@ -75,15 +137,17 @@ def gather(
             "target": target,
             "counters": counters,
             "index_out": 0 if indices is None else indices,
+            "mask": 0 if mask is None else mask,
             "source_stride": source.ld * scale,
             "target_stride": target.ld * scale,
-            "population": population,
+            "population": source.shape[0],
             "words": words,
-            "rows": batch,
-            "tile_rows": max(1, min(_TILE_ROWS, _TILE_WORDS // words)),
+            "rows": target.shape[0],
+            "tile_rows": max(1, min(_TILE_ROWS, (_TILE_CODES if codes else _TILE_WORDS) // words)),
             "stream": stream,
+            "codes": int(codes),
         },
-        reads=[source, counters],
+        reads=[source, counters, mask],
         writes=[target, indices],
         label=label,
     )

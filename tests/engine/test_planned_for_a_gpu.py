@@ -70,3 +70,17 @@ def test_the_order_flow_is_embedded_beside_the_first_layer(batch: int) -> None:
     ):
         (first,) = (node for node in engine.plan.nodes if "h1.fwd" in [record.label for record in node.records])
         assert {"ofi_embed.fwd", "ofi_embed.next.fwd"} <= {record.label for record in first.records}
+
+
+@pytest.mark.parametrize(("tokens", "masked"), [(6, 1), (0, 2)])
+def test_the_gathering_launch_masks_dead_rows_and_encodes_actions(tokens: int, masked: int) -> None:
+    """Other records do so where the host writes the input, or what it is masked by."""
+    config = StepConfig(batch=64, tokens=tokens)
+    data = random_rows(config, 128)
+    counts = []
+    for written in ([], ["discount"], ["actions"], list(data)):
+        rows = {name: array for name, array in data.items() if name not in written}
+        with planned_for(Target.of("sm_90")) as device, Engine(config, device=device, data=rows) as engine:
+            records = engine.graph.census().records
+            counts.append((records.get("mask_rows", 0), records.get("onehots", 0)))
+    assert counts == [(0, 0), (masked, 0), (0, 1), (masked, 1)]

@@ -16,6 +16,7 @@ from fxengine.driver import Device, Target
 from fxengine.graphs import ACTIVATIONS
 from fxengine.nets.builder import StepBuilder
 from fxengine.nets.step import specified_step
+from fxengine.ops.gather import reference_indices
 from fxengine.signals import BOUND_FAMILIES, SignalMap
 from fxengine.train.oracles import reference_p99
 from tests.nets.whole import BARE, EVERYTHING, changed, feed, load, make, restore, run, snapshot, step_config, trained
@@ -84,7 +85,9 @@ def test_gaps_are_never_read(device: Device, precision: str) -> None:
     for fill in (0, 0x7FC00000):
         with drawing(device, precision=precision) as engine:
             computed = [
-                s.name for s in engine.builder.program.storages.values() if s.arena == ACTIVATIONS and s.data is None
+                s.name
+                for s in engine.builder.program.storages.values()
+                if s.arena in (ACTIVATIONS, "inputs") and s.data is None
             ]
             engine.signals["weight_decay"] = 0.3
             for _ in range(3):
@@ -144,6 +147,25 @@ def test_graph_uncaptured_and_again_give_the_same_bits(device: Device) -> None:
         assert all(np.isfinite(x) for x in report.values())
         for name in a.builder.outputs:
             assert a.output(name).tobytes() == c.output(name).tobytes(), name
+
+
+@pytest.mark.parametrize("tokens", [3, 0])
+def test_gathered_batches_and_written_ones_give_the_same_bits(device: Device, tokens: int) -> None:
+    """With NaN in dead rows, which other records mask where the host writes; read back, gathered ones are zeros."""
+    config = replace(EVERYTHING, tokens=tokens, ofi=6)
+    data = resident(config)
+    with drawing(device, config=config) as gathered, Engine(step_config(config), device=device) as written:
+        for replay in range(3):
+            index = reference_indices(0, replay, 1, config.batch, ROWS)
+            written.write(**{name: rows[index] for name, rows in data.items()})
+            assert after(gathered, 1) == after(written, 1)
+            dead = data["discount"][index] == 0
+            assert dead.any() and np.isnan(data["next_ofi"][index][dead]).all()
+            for name in ("next_ofi",) if tokens else ("next_ofi", "next_state"):
+                expected = np.where(dead[:, None], np.float32(0), data[name][index])
+                assert gathered.output(name).tobytes() == expected.tobytes()
+        report = gathered.telemetry()
+        assert report is not None and report.skipped == 0
 
 
 def test_graph_and_uncaptured_steps_mix(device: Device) -> None:

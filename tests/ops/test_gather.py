@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fxengine.driver import Device
 from fxengine.graphs import Plan, Program, Tensor
-from fxengine.ops.gather import gather, philox4x32, reference_indices
+from fxengine.ops.gather import gather, gather_onehots, philox4x32, reference_indices
+from fxengine.ops.values import reference_onehots
 
 
 def _source(program: Program, name: str, data: np.ndarray) -> Tensor:
@@ -141,6 +142,75 @@ def test_records_of_a_stream_match_and_streams_differ(device: Device) -> None:
     assert (labels == others).mean() < 0.05
 
 
+@settings(max_examples=25)
+@given(
+    width=st.sampled_from([0, 1, 3, 4, 6, 8, 48, 49, 130]),
+    batch=st.sampled_from([1, 31, 256, 257, 300]),
+    pad=st.sampled_from([0, 1, 4]),
+    wide=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_masked_rows_are_zeros(device: Device, width: int, batch: int, pad: int, wide: bool, seed: int) -> None:
+    """Bit for bit, where the mask is 0 of either sign; NaN, infinities and the smallest number let a row through."""
+    program = Program(device.target)
+    population = 50
+    rng = np.random.default_rng(1)
+    shape = (population, width) if width else (population,)
+    dtype = np.uint64 if wide else np.uint32
+    data = rng.integers(0, 2**32, shape, np.uint64).astype(dtype)
+    if not wide:
+        data[::3] = 0x7FC00001  # NaN
+    mask = rng.choice(np.array([0.0, -0.0, 1e-45, 0.97, np.nan, -np.inf], np.float32), population)
+    canvas = program.tensor("target", (batch, width + pad) if width else (batch,), dtype, arena="state")
+    target = canvas.columns(0, width) if width else canvas
+    gather(
+        program,
+        _source(program, "source", data),
+        target,
+        counters=_counters(program, seed=seed),
+        stream=9,
+        mask=_source(program, "mask", mask),
+        label="g",
+    )
+    (rows,) = _run(program, device, target)
+    picked = reference_indices(seed, 0, 9, batch, population)
+    expected = data.copy()
+    expected[mask == 0] = 0
+    np.testing.assert_array_equal(rows, expected[picked])
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.sampled_from([(2,), (3, 3, 3, 3), (2, 5, 3), (300, 2), (3,) * 8]),
+    batch=st.sampled_from([1, 64, 257]),
+    pad=st.sampled_from([0, 1]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_onehot_codes_of_the_rows_picked(
+    device: Device, sizes: tuple[int, ...], batch: int, pad: int, seed: int
+) -> None:
+    """An action outside its range has none; the columns beside the codes stand."""
+    program = Program(device.target)
+    rng = np.random.default_rng(2)
+    actions = np.stack([rng.integers(0, n, 40, dtype=np.int32) for n in sizes], axis=1)
+    unknown = np.stack([rng.choice(np.array([-1, n, -(2**31), 2**31 - 1]), 40) for n in sizes], axis=1)
+    actions = np.where(rng.random(actions.shape) < 0.3, unknown, actions).astype(np.int32)
+    canvas = np.full((batch, sum(sizes) + pad), 9.0, np.float32)
+    out = program.tensor("out", canvas.shape, arena="state", data=canvas)
+    gather_onehots(
+        program,
+        _source(program, "actions", actions),
+        out.columns(0, sum(sizes)),
+        sizes=sizes,
+        counters=_counters(program, seed=seed),
+        stream=9,
+        label="g",
+    )
+    (result,) = _run(program, device, out)
+    canvas[:, : sum(sizes)] = reference_onehots(actions[reference_indices(seed, 0, 9, batch, 40)], sizes)
+    np.testing.assert_array_equal(result, canvas)
+
+
 def test_indices_are_uniform() -> None:
     picked = np.concatenate([reference_indices(1, replay, 0, 1000, 10) for replay in range(100)])
     counts = np.bincount(picked, minlength=10)
@@ -161,3 +231,30 @@ def test_shapes_are_checked(device: Device) -> None:
     bytes_ = program.tensor("bytes", (10, 4), np.uint8)
     with pytest.raises(ValueError, match="4 or 8 bytes"):
         gather(program, bytes_, bytes_, counters=counters, stream=0, label="g")
+    target, short = program.tensor("v", (4, 3)), program.tensor("w", (4,))
+    with pytest.raises(ValueError, match=r"mask must be float32 \(10,\).*float32 \(4,\)"):
+        gather(program, rows, target, counters=counters, stream=0, mask=short, label="g")
+    with pytest.raises(ValueError, match=r"mask must be float32 \(10,\).*int32 \(10,\)"):
+        whole = program.tensor("x", (10,), np.int32)
+        gather(program, rows, target, counters=counters, stream=0, mask=whole, label="g")
+
+
+def test_shapes_of_onehot_codes_are_checked(device: Device) -> None:
+    program = Program(device.target)
+    counters = _counters(program)
+    actions, codes = program.tensor("actions", (10, 2), np.int32), program.tensor("codes", (4, 5))
+
+    def append(source: Tensor, target: Tensor, sizes: tuple[int, ...], stream: int = 0) -> None:
+        gather_onehots(program, source, target, sizes=sizes, counters=counters, stream=stream, label="g")
+
+    with pytest.raises(ValueError, match=r"int32 \[population, 2\].*float32 \(4, 5\)"):
+        append(codes, codes, (3, 2))
+    with pytest.raises(ValueError, match=r"int32 \[population, 1\].*int32 \(10, 2\)"):
+        append(actions, codes, (5,))
+    with pytest.raises(ValueError, match=r"at least 1.*int32 \(10, 2\)"):
+        append(actions, codes, (5, 0))
+    with pytest.raises(ValueError, match=r"float32 \[batch, 4\].*float32 \(4, 5\)"):
+        append(actions, codes, (2, 2))
+    with pytest.raises(ValueError, match="stream"):
+        append(actions, codes, (3, 2), stream=2**32)
+    assert not program.launches

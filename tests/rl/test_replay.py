@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,14 @@ def test_a_skipped_step_leaves_the_priorities(device: Device) -> None:
         assert report is not None and report.skipped == 1
 
 
-def test_the_levels_of_a_step_grow_by_one_at_most(device: Device) -> None:
-    """A uniform batch costs the levels of one gathered from resident rows; drawing by priority is one more."""
+@pytest.mark.parametrize(("tokens", "masks"), [(3, 0), (0, 1)])
+def test_how_many_levels_a_replay_costs(device: Device, tokens: int, masks: int) -> None:
+    """A uniform batch costs the levels of one gathered from resident rows, and without attention one more: it masks s'
+    itself, resident rows are masked as they are gathered. Drawing by priority is one more."""
+    config = replace(CONFIG, tokens=tokens)
     depths = {}
     for prioritized in (False, True):
-        with make(device, replay(prioritized=prioritized)) as engine:
+        with make(device, replay(prioritized=prioritized), config) as engine:
             census = engine.graph.census()
             depths[prioritized] = census.depth
             assert census.launches["replay_gather"] == census.launches["replay_sample"] == 1
@@ -249,9 +253,9 @@ def test_the_levels_of_a_step_grow_by_one_at_most(device: Device) -> None:
             assert census.launches.get("priority_sample", 0) == census.launches.get("priority_update", 0) == prioritized
     data = {name: np.zeros((9, 6), np.float32) for name in ("state", "next_state")}
     data |= {name: np.zeros(9, np.float32) for name in ("reward", "discount", "weight")}
-    with Engine(CONFIG, device=device, data={**data, "actions": np.zeros((9, 1), np.int32)}) as resident:
+    with Engine(config, device=device, data={**data, "actions": np.zeros((9, 1), np.int32)}) as resident:
         depth = resident.graph.census().depth
-    assert depths == {False: depth, True: depth + 1}
+    assert depths == {False: depth + masks, True: depth + masks + 1}
 
 
 # -- insertion ---------------------------------------------------------------------------------------------------------
