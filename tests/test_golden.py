@@ -68,11 +68,13 @@ def test_reduced_precision(device: Device, name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cold_odd", "full"])
-def test_packed_weights_in_every_layer(warpgroups: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warpgroups_in_every_layer(warpgroups: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of warpgroups, which large batches alone would choose: of all sizes, with all that a step does."""
 
-    def choose(*sizes: Any, precision: str, **options: Any) -> str:
-        return "w64x64" if precision == "tf32" else choose_tile(*sizes, precision=precision, **options)
+    def choose(*sizes: Any, precision: str, aligned: bool, **options: Any) -> str:
+        if precision == "tf32" and aligned:
+            return "w64x64"
+        return choose_tile(*sizes, precision=precision, aligned=aligned, **options)
 
     monkeypatch.setattr(linear, "choose_tile", choose)
     outcome = _verify(name, warpgroups, "tf32")

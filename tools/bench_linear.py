@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from fxengine.driver import Device, Stream
-from fxengine.graphs import Plan, Program, node_times
+from fxengine.graphs import Plan, Program, Tensor, node_times, row_stride
 from fxengine.ops import linear
 from fxengine.ops.linear_tiles import served
 
@@ -82,18 +82,22 @@ class Line:
 
 def declare(program: Program, layer: str, kind: str, m: int, n: int, k: int, tile: str | None) -> str:
     """Append one record; returns the name of its tile."""
-    x, w, y = program.tensor("x", (m, k)), program.tensor("w", (n, k)), program.tensor("y", (m, n))
+
+    def matrix(name: str, rows: int, columns: int) -> Tensor:
+        return program.tensor(name, (rows, row_stride(columns))).columns(0, columns)
+
+    x, w, y = matrix("x", m, k), matrix("w", n, k), matrix("y", m, n)
     if kind == "forward":
         b = program.tensor("b", (n,))
         record = linear.forward(program, x, w, b, y, activation="elu", tile=tile)
     elif kind == "dx":
-        dx = program.tensor("dx", (m, k))
+        dx = matrix("dx", m, k)
         ends = list(accumulate(HEADS)) if layer == "heads" else [n]
         parts = list(pairwise([0, *ends]))
         dys, ws = [y.columns(*part) for part in parts], [w.rows(*part) for part in parts]
         record = linear.backward_dx(program, dys, ws, dx, x=x, activation="elu", tile=tile)
     else:
-        dw, db = program.tensor("dw", (n, k)), program.tensor("db", (n,))
+        dw, db = matrix("dw", n, k), program.tensor("db", (n,))
         record = linear.backward_dw(program, y, x, dw, db, tile=tile)
     return record.family.name.rsplit("_", 1)[1]
 

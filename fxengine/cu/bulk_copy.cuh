@@ -1,5 +1,5 @@
-// Copies of runs of global memory to shared memory by the copy engine (PTX cp.async.bulk, since sm_90): one thread
-// begins them, a barrier in shared memory counts their bytes. Addresses and sizes are multiples of 16.
+// Copies of runs and of boxes of global memory to shared memory by the copy engine (PTX cp.async.bulk, since sm_90): one
+// thread begins them, a barrier in shared memory counts their bytes. Addresses and sizes are multiples of 16.
 //
 // A barrier is in phase 0 first. Who begins a phase says how many bytes it will have; when they are there, the next phase
 // begins, and all who wait for the one before go on. The simulated device copies at once, as early as that allows, and
@@ -34,6 +34,44 @@ __device__ __forceinline__ void fx_bulk_copy(FxShared to, const float* from, int
 #elif __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes),
+           "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))) : "memory");
+#endif
+}
+
+// How a float32 matrix lies in memory and how boxes of it, so many rows of 32 numbers, are to be copied (driver/maps.py):
+// rounded to tf32, ties to even; as wgmma.cuh wants an operand; what lies outside of the matrix as 0. On a GPU a
+// CUtensorMap.
+struct alignas(64) FxTensorMap {
+#if FX_DEVICE
+    u64 opaque[16];
+#else
+    const char* base;
+    u64 stride;  // bytes from one row to the next
+    unsigned columns, rows;
+    unsigned box;  // rows of it
+#endif
+};
+
+// A copy of the phase that has begun: of the box whose first row and column are these, the column a multiple of 4, to a
+// multiple of 1,024.
+__device__ __forceinline__ void fx_bulk_copy_box(FxShared to, const FxTensorMap* map, int row, int column, u64* barrier) {
+#if !FX_DEVICE
+    if (column % 4 != 0) fx_sim::fx_sim_fail("a box that begins between multiples of 16 bytes");
+    for (unsigned r = 0; r < map->box; ++r) {
+        for (unsigned c = 0; c < 32; ++c) {
+            const unsigned i = static_cast<unsigned>(row) + r, j = static_cast<unsigned>(column) + c;
+            unsigned word = 0;
+            if (i < map->rows && j < map->columns) {
+                memcpy(&word, map->base + i * map->stride + 4 * j, 4);
+                if ((word & 0x7f800000u) != 0x7f800000u) word = (word + 0xfffu + (word >> 13 & 1)) & ~0x1fffu;
+            }
+            memcpy(to + 128 * r + 4 * ((c ^ (r & 7) * 4) & 31), &word, 4);
+        }
+    }
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];"
+        :: "r"(to), "l"(map), "r"(column), "r"(row),
            "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))) : "memory");
 #endif
 }

@@ -9,11 +9,12 @@
 //     T::THREADS, T::GROUPS     of the block; groups of threads that have parts of the same sums
 //     T::WIDTH                  neighbouring outputs that a thread handles at once
 //     T::SHARED                 floats of shared memory
-//     T::Sums                   what a thread holds of the sums; starts as zeros
+//     T::Sums                   what a thread holds of the sums; starts as {}, zeros for who adds to them
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::WHOLE                  whether all tiles of the record are whole and all rows aligned (LinearWhole)
-//     T::PACKED                 whether B is packed weights (pack.cuh), INNER in either kernel
+//     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh), INNER in either kernel: then
+//                               sources are LinearBoxes, and none is scaled (backward_dx scales the weights)
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
@@ -125,13 +126,28 @@ struct LinearView {
 
 // A product to be added, of `depth` values of k. Where it has a scale, that multiplies every element of A (which is
 // INNER then); a scale of 0 leaves it out.
-struct LinearSource {
-    LinearView a, b;
+template <class View>
+struct LinearSourceOf {
+    View a, b;
     int depth;
     const float* scale = nullptr;
 
     __device__ __forceinline__ float factor() const { return scale != nullptr ? *scale : 1.0f; }
 };
+typedef LinearSourceOf<LinearView> LinearSource;
+
+struct FxTensorMap;
+
+// An operand that is read by a tensor map, from the tile's first row and the first k on. The record has the map's address
+// in the place of the matrix's.
+struct LinearBox {
+    const FxTensorMap* map;
+    int row, k;
+    __device__ __forceinline__ LinearBox() {}
+    __device__ __forceinline__ LinearBox(const float* map_, int row_, int k_)
+        : map(reinterpret_cast<const FxTensorMap*>(map_)), row(row_), k(k_) {}
+};
+typedef LinearSourceOf<LinearBox> LinearBoxes;
 
 // The first multiple of 1,024 in dynamic shared memory, from which on operands of warpgroups lie (wgmma.cuh).
 __device__ __forceinline__ float* fx_linear_aligned(float4* dynamic) {
@@ -143,12 +159,12 @@ __device__ __forceinline__ float* fx_linear_aligned(float4* dynamic) {
 template <class T>
 __device__ __forceinline__ float* fx_linear_shared() {
     if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
-        static_assert(!T::PACKED, "aligned in dynamic shared memory alone");
+        static_assert(!T::MAPPED, "aligned in dynamic shared memory alone");
         FX_POOL(float4, shared, T::SHARED / 4);
         return reinterpret_cast<float*>(shared);
     } else {
         FX_DYN_SHARED(float4, shared);
-        return T::PACKED ? fx_linear_aligned(shared) : reinterpret_cast<float*>(shared);
+        return T::MAPPED ? fx_linear_aligned(shared) : reinterpret_cast<float*>(shared);
     }
 }
 
@@ -421,7 +437,7 @@ struct LinearTile {
     static constexpr bool BY_ROWS = GROUPS > 1;
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
     static constexpr bool WHOLE = false;
-    static constexpr bool PACKED = false;
+    static constexpr bool MAPPED = false;
     static constexpr bool ROUNDED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");

@@ -79,7 +79,7 @@ struct DirectTile {
     static constexpr int WIDTH = BM * BN >= 4 * THREADS ? 4 : BM * BN / THREADS;
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = BM * BN == THREADS * WIDTH;
-    static constexpr bool PACKED = false;
+    static constexpr bool MAPPED = false;
     static constexpr bool ROUNDED = true;
     static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
 

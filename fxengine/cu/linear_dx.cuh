@@ -11,11 +11,11 @@
 struct LinearDx {
     int first_tile;
     int tiles;
-    const float* dy[16];     // of each source: [m, n]
-    const float* w[16];      // [n, k]; for tiles that want it packed (pack.cuh) its transpose
+    const float* dy[16];     // of each source: [m, n]; for tiles that read by tensor maps the address of its map
+    const float* w[16];      // [n, k]; for these that of its transpose, multiplied by the scale
     const float* scale[16];  // one float, null for 1
     int lddy[16];            // elements from one row to the next
-    int ldw[16];             // if packed: its rows, with what pads them
+    int ldw[16];
     int n[16];
     int sources;
     int m;
@@ -40,13 +40,17 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
     typename T::Sums sums = {};
     const LinearCornerAgain<T> corner(r.k, tile);
     const auto source = [&](int i) {  // its fields are read when it begins: no registers for the others
-        const int lddy = r.lddy[i];
-        const int ldw = r.ldw[i];
         const LinearCorner<T> at = corner();
-        return LinearSource{{fx_global(r.dy[i]) + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
-                            {fx_global(r.w[i]) + (T::PACKED ? 32 * at.column : at.column), ldw, r.k - at.column},
-                            r.n[i],
-                            r.scale[i]};
+        if constexpr (T::MAPPED) {
+            return LinearBoxes{{r.dy[i], at.row, 0}, {r.w[i], at.column, 0}, r.n[i], r.scale[i]};
+        } else {
+            const int lddy = r.lddy[i];
+            const int ldw = r.ldw[i];
+            return LinearSource{{fx_global(r.dy[i]) + static_cast<long long>(at.row) * lddy, lddy, r.m - at.row},
+                                {fx_global(r.w[i]) + at.column, ldw, r.k - at.column},
+                                r.n[i],
+                                r.scale[i]};
+        }
     };
     float x[T::WIDTH] = {}, factor = 0.0f;
     const auto ready = [&] {

@@ -8,14 +8,14 @@
 struct LinearForward {
     int first_tile;
     int tiles;
-    const float* x;   // [m, k]
+    const float* x;   // [m, k]; for tiles that read by tensor maps, here and in the next two, the address of its map
     const float* x2;  // [m, k2], null if k2 is 0
-    const float* w;   // [n, k + k2]; for tiles that want it packed (pack.cuh)
+    const float* w;   // [n, k + k2]
     const float* b;   // [n] or null
     float* y;         // [m, n]
     int ldx;          // elements from one row to the next
     int ldx2;
-    int ldw;          // if packed: its rows, with what pads them
+    int ldw;
     int ldy;
     int m;
     int n;
@@ -38,15 +38,14 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
     const LinearCornerAgain<T> corner(r.n, tile);
     const auto segment = [&](int i) {
         const LinearCorner<T> at = corner();
-        const int ldx = i ? r.ldx2 : r.ldx;
-        const float* x = fx_global(i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
-        const float* w = fx_global(r.w);
-        if constexpr (T::PACKED) {
-            w += 32 * (static_cast<long long>(i ? (r.k + 31) / 32 : 0) * r.ldw + at.column);
+        if constexpr (T::MAPPED) {
+            return LinearBoxes{{i ? r.x2 : r.x, at.row, 0}, {r.w, at.column, i ? r.k : 0}, i ? r.k2 : r.k};
         } else {
-            w += static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+            const int ldx = i ? r.ldx2 : r.ldx;
+            const float* x = fx_global(i ? r.x2 : r.x) + static_cast<long long>(at.row) * ldx;
+            const float* w = fx_global(r.w) + static_cast<long long>(at.column) * r.ldw + (i ? r.k : 0);
+            return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
         }
-        return LinearSource{{x, ldx, r.m - at.row}, {w, r.ldw, r.n - at.column}, i ? r.k2 : r.k};
     };
     float bias[T::WIDTH] = {};  // of the thread's columns
     const auto fetch_bias = [&] {

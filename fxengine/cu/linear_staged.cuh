@@ -128,7 +128,7 @@ struct StagedTile {
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
     static constexpr bool WHOLE = false;
-    static constexpr bool PACKED = false;
+    static constexpr bool MAPPED = false;
     static constexpr bool ROUNDED = true;
     static constexpr int AHEAD = STAGES - 1;
     static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");

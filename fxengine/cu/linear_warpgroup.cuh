@@ -1,33 +1,11 @@
 // A tile type of the linear kernels (see linear.cuh) on the tensor cores of sm_90, for products with much work per block:
-// the instruction reads the weights from shared memory itself, so that only A goes through registers, once. It cannot
-// round them: they come from a packed copy (pack.cuh), of which one thread fetches a stage by a single copy. A is staged
-// as in linear_staged.cuh. A warpgroup owns 64 rows of the block's outputs; blocks are small, so that several share a
-// multiprocessor and one computes while another waits.
+// the copy engine brings both operands to shared memory, rounded, and the instruction reads them there, so that threads
+// have nothing to do with them. A warpgroup owns 64 rows of the block's outputs; blocks are small, so that several share
+// a multiprocessor and one computes while another waits.
 #pragma once
 #include "bulk_copy.cuh"
-#include "linear_staged.cuh"
-#include "pack.cuh"
+#include "linear.cuh"
 #include "wgmma.cuh"
-
-// The packed rows of a tile, stage after stage.
-template <int BN>
-struct PackedStaged {
-    const float* next;
-    long long block;  // numbers from one block to the next
-    int bytes;        // of a stage, as far as rows exist
-
-    __device__ __forceinline__ PackedStaged() {}
-    __device__ __forceinline__ explicit PackedStaged(const LinearView& v) : next(v.p), block(32ll * v.ld) {
-        const int rows = fx_packed_rows(v.rows);
-        bytes = 128 * (rows < BN ? rows : BN);
-    }
-    __device__ __forceinline__ void fetch(FxShared stage, u64* barrier) const {
-        if (threadIdx.x != 0) return;
-        fx_bulk_expect(barrier, bytes);
-        fx_bulk_copy(stage, next, bytes, barrier);
-    }
-    __device__ __forceinline__ void skip() { next += block; }
-};
 
 template <int BM_, int BN_, int STAGES>
 struct WarpgroupTile {
@@ -36,7 +14,6 @@ struct WarpgroupTile {
     static constexpr int BK = 32;
     static constexpr int THREADS = 2 * BM;
     static constexpr int GROUPS = 1;
-    static constexpr int AHEAD = STAGES - 1;
     static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
     static constexpr int PART_A = 4 * BK * BM;         // of them before B
     static constexpr int SHARED = STAGES * STAGE / 4;
@@ -44,119 +21,132 @@ struct WarpgroupTile {
     static constexpr bool BY_ROWS = false;
     static constexpr bool SINGLE = false;
     static constexpr bool WHOLE = false;
-    static constexpr bool PACKED = true;
+    static constexpr bool MAPPED = true;
     static constexpr bool ROUNDED = true;
     static_assert(BM % 64 == 0, "warpgroups");
 
+    // Not zeros at first: they would have to be set, and then products wait for each other (fx_warpgroup_begin).
     struct Sums {
         float acc[BN / 8][4];
+        __device__ __forceinline__ Sums() {}
     };
 
-    static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / 32 * 16; }  // of the warp
+    // The stages of all sources, one after another, as one thread asks for them.
+    struct Feed {
+        LinearBox a, b;
+        int left = 0;   // of the depth of the source that a and b read
+        int begun = 0;  // sources
+
+        template <class Source>
+        __device__ __forceinline__ bool next(int count, Source source) {
+            a.k += BK;
+            b.k += BK;
+            left -= BK;
+            while (left <= 0 && begun < count) {
+                const LinearBoxes s = source(begun++);
+                a = s.a;
+                b = s.b;
+                left = s.factor() != 0.0f ? s.depth : 0;
+            }
+            return left > 0;
+        }
+        __device__ __forceinline__ void fetch_a(FxShared stage, u64* barrier) const {
+            fx_bulk_copy_box(stage, a.map, a.row, a.k, barrier);
+        }
+        __device__ __forceinline__ void fetch_b(FxShared stage, u64* barrier) const {
+            fx_bulk_expect(barrier, STAGE);
+            fx_bulk_copy_box(stage + PART_A, b.map, b.row, b.k, barrier);
+        }
+    };
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
         static_assert(A_INNER && !SUM, "no weight gradients");
-        constexpr bool SCALED = !B_INNER;  // others have no scales
-        __shared__ u64 barriers[STAGES];   // of the copies of B
+        __shared__ u64 barriers[STAGES];  // of the stages' copies
         const FxShared stages = fx_shared(shared);
-        if (threadIdx.x == 0) {
+        const bool feeds = threadIdx.x == 0;
+        Feed feed;
+        int early = 0;  // stages whose B is under way already
+        if (feeds) {
             FX_UNROLL
             for (int i = 0; i < STAGES; ++i) fx_bulk_barrier(barriers + i);
-        }
-        LinearStaged<BM, true, THREADS> a;
-        PackedStaged<BN> b;
-        int depth = 0;             // what is left of the source that a and b read
-        int begun = 0;             // sources
-        float factor = 1.0f;       // of the source that a and b read
-        int early = 0;             // stages whose B is under way already
-        float scale[STAGES] = {};  // of the stages under way, the one to be used first
-        if (count > 0) {
-            const LinearSource first = source(0);
-            b = PackedStaged<BN>(first.b);
+            if (count > 0) {
+                LinearBoxes first = source(0);
 #pragma unroll 1
-            for (; first.scale == nullptr && early < AHEAD && early * BK < first.depth; ++early) {
-                b.fetch(stages + early * STAGE + PART_A, barriers + early);
-                b.skip();
+                for (; first.scale == nullptr && early < STAGES && early * BK < first.depth; ++early) {
+                    feed.b = first.b;
+                    feed.b.k += early * BK;
+                    feed.fetch_b(stages + early * STAGE, barriers + early);
+                }
             }
         }
         ready();
-        const LinearLane<BM, true> rows(row());
-        int left = 0;           // stages under way
-        int use = 0, fill = 0;  // which stage is used, and filled, next
-        int parity = 0;         // of the stage that is used next
+        if (feeds) {
 #pragma unroll 1
-        for (int n = -AHEAD; n < 0 || left > 0; ++n) {
-            if (n >= 0) {
-                fx_copy_wait<AHEAD - 1>();
-                __syncthreads();
+            for (int i = 0; i < STAGES && feed.next(count, source); ++i) {
+                if (i >= early) feed.fetch_b(stages + i * STAGE, barriers + i);
+                feed.fetch_a(stages + i * STAGE, barriers + i);
             }
-            depth -= BK;
-            while (depth <= 0 && begun < count) {
-                const LinearSource s = source(begun++);
-                factor = s.factor();
-                depth = factor != 0.0f ? s.depth : 0;
-                a = LinearStaged<BM, true, THREADS>(s.a);
-                b = PackedStaged<BN>(s.b);
-            }
-            if (depth > 0) {
-                a.fetch(stages + fill * STAGE, depth);
-                if (n + AHEAD >= early) b.fetch(stages + fill * STAGE + PART_A, barriers + fill);
-                b.skip();
-                ++left;
-            }
-            fx_copy_commit();
-            fill = fill < AHEAD ? fill + 1 : 0;
-            if constexpr (SCALED) {
-                FX_UNROLL
-                for (int i = 0; i < AHEAD; ++i) scale[i] = scale[i + 1];
-                scale[AHEAD] = factor;
-            }
-            if (n < 0) continue;
-
-            const FxShared stage = stages + use * STAGE;
-            unsigned words[4][4];
-            FX_UNROLL
-            for (int panel = 0; panel < 2; ++panel) {
-                float v[2][4];
-                rows.read(v, stage, 0, panel);
-                FX_UNROLL
-                for (int h = 0; h < 2; ++h) {
-                    FX_UNROLL
-                    for (int e = 0; e < 4; ++e) {
-                        words[2 * panel + e / 2][h + e % 2 * 2] = fx_tf32(SCALED ? v[h][e] * scale[0] : v[h][e]);
-                    }
-                }
-            }
-            fx_bulk_wait(barriers + use, parity);
-            fx_warpgroup_begin<BN>(sums.acc, words, stage + PART_A);
-            fx_warpgroup_wait<BN>(sums.acc);
-            if (use == AHEAD) parity ^= 1;
-            use = use < AHEAD ? use + 1 : 0;
-            --left;
         }
-        fx_copy_wait<0>();
+        int steps = 0;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const LinearBoxes s = source(i);
+            if (s.factor() != 0.0f) steps += (s.depth + BK - 1) / BK;
+        }
+        __syncthreads();
+        const int rows = static_cast<int>(threadIdx.x) / 128 * 64 * 4 * BK;  // of the warpgroup, in bytes
+        int use = 0, parity = 0;  // the stage that is used next
+        int used = 0;             // the one before, whose product may still be under way
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const FxShared stage = stages + use * STAGE;
+            fx_bulk_wait(barriers + use, parity);
+            fx_warpgroup_begin<BN>(sums.acc, stage + rows, stage + PART_A, n > 0);
+            fx_warpgroup_wait_but_one();
+            __syncthreads();
+            if (feeds && n > 0 && feed.next(count, source)) {
+                feed.fetch_b(stages + used * STAGE, barriers + used);
+                feed.fetch_a(stages + used * STAGE, barriers + used);
+            }
+            used = use;
+            if (use == STAGES - 1) parity ^= 1;
+            use = use < STAGES - 1 ? use + 1 : 0;
+        }
+        fx_warpgroup_wait<BN>(sums.acc);
+        if (steps > 0) return;
+        FX_UNROLL
+        for (int i = 0; i < BN / 2; ++i) sums.acc[i / 4][i % 4] = 0.0f;
     }
 
+    // Of two neighbouring groups of 8 columns a lane has two sums of each row; it exchanges two with its neighbour, so that
+    // it has four of one group.
     template <int UNROLL, class Fetch, class Use>
     static __device__ __forceinline__ void outputs(const Sums& sums, float*, Fetch fetch, Use use) {
         const int lane = static_cast<int>(threadIdx.x) & 31;
-        const int down = row() + 2 * (lane >> 2), right = 4 * (lane & 3);
+        const bool odd = (lane & 1) != 0;
+        const int down = static_cast<int>(threadIdx.x) / 32 * 16 + (lane >> 2), right = 8 * (lane & 1) + 2 * (lane & 2);
         FX_UNROLL
         for (int first = 0; first < BN / 16; first += UNROLL) {
             float more[UNROLL][2][4];
             FX_UNROLL
             for (int i = 0; i < UNROLL; ++i) {
                 FX_UNROLL
-                for (int h = 0; h < 2; ++h) fetch(down + h, right + 16 * (first + i), more[i][h]);
+                for (int h = 0; h < 2; ++h) fetch(down + 8 * h, right + 16 * (first + i), more[i][h]);
             }
             FX_UNROLL
             for (int i = 0; i < UNROLL; ++i) {
+                const float(&near)[4] = sums.acc[2 * (first + i)], (&far)[4] = sums.acc[2 * (first + i) + 1];
                 FX_UNROLL
                 for (int h = 0; h < 2; ++h) {
-                    const float(&even)[4] = sums.acc[2 * (first + i)], (&odd)[4] = sums.acc[2 * (first + i) + 1];
-                    float v[4] = {even[2 * h], odd[2 * h], even[2 * h + 1], odd[2 * h + 1]};
-                    use(down + h, right + 16 * (first + i), v, more[i][h]);
+                    float v[4];
+                    FX_UNROLL
+                    for (int e = 0; e < 2; ++e) {
+                        const float other = __shfl_xor_sync(0xffffffffu, odd ? near[2 * h + e] : far[2 * h + e], 1);
+                        v[e] = odd ? other : near[2 * h + e];
+                        v[2 + e] = odd ? far[2 * h + e] : other;
+                    }
+                    use(down + 8 * h, right + 16 * (first + i), v, more[i][h]);
                 }
             }
         }

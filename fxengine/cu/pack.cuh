@@ -1,4 +1,4 @@
-// Packed weights: a copy of a matrix [rows, k] in the form in which linear_warpgroup.cuh reads it, rounded to tf32.
+// Packed weights: a copy of a matrix [rows, k] in the form in which the fused quantile networks read it, rounded to tf32.
 //
 // Blocks of 32 k, one behind the other, each of all rows (padded to a multiple of 16) x 128 bytes: a tile's share of a
 // block is one run of memory, and lies as wgmma.cuh wants it. Row 2 g + h of each 16 has place 8 h + g: with that a lane

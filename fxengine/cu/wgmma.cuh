@@ -26,11 +26,16 @@
 #define FX_OPERANDS                                                                                        \
     FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), "l"(from), "l"(from + 2), "l"(from + 4), \
         "l"(from + 6)
+#define FX_OPERANDS_SHARED                                                                                  \
+    "l"(from_a), "l"(from_a + 2), "l"(from_a + 4), "l"(from_a + 6), "l"(from), "l"(from + 2), "l"(from + 4), \
+        "l"(from + 6), "r"(scale)
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
-#define FX_WGMMA_SHARED(SHAPE, SUMS, A, B) \
-    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, " A ", " B ", p, 1, 1;\n"
+#define FX_WGMMA_SHARED(SHAPE, SUMS, A, B, ADD) \
+    "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, " A ", " B ", " ADD ", 1, 1;\n"
 #define FX_WGMMA_BEGIN "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n"
+#define FX_WGMMA_SHARED_BEGIN(ADD) \
+    "{\n.reg .pred p, q;\nsetp.ne.b32 p, " ADD ", 0;\nsetp.eq.b32 q, 0, 0;\nwgmma.fence.sync.aligned;\n"
 #define FX_WGMMA_END "wgmma.commit_group.sync.aligned;\n}"
 #define FX_SUMS_OF_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FX_SUMS_OF_32 \
@@ -125,10 +130,10 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], cons
 #endif
 }
 
-// The same with A [64 rows, 32 k] in shared memory.
+// The same with A [64 rows, 32 k] in shared memory. add: false makes sums = A . B^T, whatever they were before.
 template <int N>
-__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxShared a, FxShared b) {
-    static_assert(N == 32, "columns of the instruction");
+__device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxShared a, FxShared b, bool add = true) {
+    static_assert(N == 32 || N == 64 || N == 128, "columns of the instruction");
 #if !FX_DEVICE
     const int thread = static_cast<int>(threadIdx.x), g = (thread & 31) >> 2, t = thread & 3;
     unsigned words[4][4];
@@ -138,17 +143,35 @@ __device__ __forceinline__ void fx_warpgroup_begin(float (&sums)[N / 8][4], FxSh
             words[s][e] = reinterpret_cast<const unsigned*>(a)[row * 32 + ((2 * s + (e >> 1)) ^ g) * 4 + t];
         }
     }
+    for (int j = 0; j < N / 8; ++j) {
+        for (int e = 0; e < 4 && !add; ++e) sums[j][e] = 0.0f;
+    }
     fx_warpgroup_begin<N>(sums, words, b);
 #elif FX_HAS_WARPGROUPS
+    const int scale = add;
     const u64 from_a = fx_warpgroup_operand(a), from = fx_warpgroup_operand(b);
-    asm volatile(FX_WGMMA_BEGIN
-        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%16", "%20")
-        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%17", "%21")
-        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%18", "%22")
-        FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%19", "%23")
-        FX_WGMMA_END : FX_SUMS_16(0)
-        : "l"(from_a), "l"(from_a + 2), "l"(from_a + 4), "l"(from_a + 6), "l"(from), "l"(from + 2), "l"(from + 4),
-          "l"(from + 6) : "memory");
+    if constexpr (N == 32) {
+        asm volatile(FX_WGMMA_SHARED_BEGIN("%24")
+            FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%16", "%20", "p")
+            FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%17", "%21", "q")
+            FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%18", "%22", "q")
+            FX_WGMMA_SHARED("m64n32k8", FX_SUMS_OF_32, "%19", "%23", "q")
+            FX_WGMMA_END : FX_SUMS_16(0) : FX_OPERANDS_SHARED : "memory");
+    } else if constexpr (N == 64) {
+        asm volatile(FX_WGMMA_SHARED_BEGIN("%40")
+            FX_WGMMA_SHARED("m64n64k8", FX_SUMS_OF_64, "%32", "%36", "p")
+            FX_WGMMA_SHARED("m64n64k8", FX_SUMS_OF_64, "%33", "%37", "q")
+            FX_WGMMA_SHARED("m64n64k8", FX_SUMS_OF_64, "%34", "%38", "q")
+            FX_WGMMA_SHARED("m64n64k8", FX_SUMS_OF_64, "%35", "%39", "q")
+            FX_WGMMA_END : FX_SUMS_32(0) : FX_OPERANDS_SHARED : "memory");
+    } else {
+        asm volatile(FX_WGMMA_SHARED_BEGIN("%72")
+            FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%64", "%68", "p")
+            FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%65", "%69", "q")
+            FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%66", "%70", "q")
+            FX_WGMMA_SHARED("m64n128k8", FX_SUMS_OF_128, "%67", "%71", "q")
+            FX_WGMMA_END : FX_SUMS_32(0), FX_SUMS_32(8) : FX_OPERANDS_SHARED : "memory");
+    }
 #endif
 }
 
@@ -165,5 +188,12 @@ __device__ __forceinline__ void fx_warpgroup_wait(float (&sums)[N / 8][4]) {
     } else {
         asm volatile("wgmma.wait_group.sync.aligned 0;" : FX_SUMS_32(0), FX_SUMS_32(8) :: "memory");
     }
+#endif
+}
+
+// Returns when all but the newest product are made: what the others have read may be written again.
+__device__ __forceinline__ void fx_warpgroup_wait_but_one() {
+#if FX_DEVICE && FX_HAS_WARPGROUPS
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 #endif
 }

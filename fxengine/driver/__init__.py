@@ -18,6 +18,7 @@ from fxengine.driver.errors import (
     FxError,
     SimulatedDeviceWarning,
 )
+from fxengine.driver.maps import MAP_BYTES, tensor_map
 from fxengine.driver.memory import Arena, Buffer, MappedBuffer, StridedBuffer
 from fxengine.driver.module import Arguments, Kernel, KernelAttributes, Module
 from fxengine.driver.parse import KernelSignature, Parameter, StructLayout, parse_source
@@ -28,6 +29,7 @@ from fxengine.driver.versions import versions
 
 __all__ = [
     "KERNEL_FOLDER",
+    "MAP_BYTES",
     "Arena",
     "Arguments",
     "Buffer",
@@ -65,5 +67,6 @@ __all__ = [
     "probe",
     "resource_usage",
     "supported_archs",
+    "tensor_map",
     "versions",
 ]

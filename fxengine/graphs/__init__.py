@@ -11,6 +11,7 @@ from fxengine.graphs.program import (
     Program,
     ProgramError,
     Tensor,
+    TensorMap,
     row_stride,
 )
 from fxengine.graphs.schedule import Node, Part, depth, schedule
@@ -31,6 +32,7 @@ __all__ = [
     "ProgramError",
     "StepGraph",
     "Tensor",
+    "TensorMap",
     "depth",
     "node_times",
     "row_stride",

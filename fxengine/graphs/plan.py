@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxengine.driver import (
+    MAP_BYTES,
     Arena,
     Arguments,
     Buffer,
@@ -22,6 +23,7 @@ from fxengine.driver import (
     Stream,
     StridedBuffer,
     capture,
+    tensor_map,
 )
 from fxengine.driver.errors import ClosedError
 from fxengine.graphs.fusion import Fusion, fused_kernel, fused_shared, fused_source
@@ -34,6 +36,7 @@ from fxengine.graphs.program import (
     ProgramError,
     Storage,
     Tensor,
+    TensorMap,
     Value,
     entries,
 )
@@ -93,6 +96,7 @@ class Plan:
         self._mapped: dict[str, MappedBuffer] = {}
         self._owned_mapped: dict[str, MappedBuffer] = {}
         self._buffers: dict[str, Buffer] = {}
+        self._maps: dict[Hashable, int] = {}
         self._cleared: Arena | None = None
         self._closed = False
         try:
@@ -248,6 +252,7 @@ class Plan:
         sources = {family: _source(family) for family in families}
         fused = [fused_source(node.parts) for node in self.nodes if len(node.parts) > 1]
         self.device.compile_all([*sources.values(), *fused])
+        self._encode_maps(guard)
         bound = [self._kernel(node, sources) for node in self.nodes]
         sizes = [table.nbytes for _, tables, _ in bound for table in tables]
         arena = self._arenas["tables"] = Arena(
@@ -272,6 +277,29 @@ class Plan:
                 kernel.set_dynamic_shared(shared)
             steps.append(Step(node, kernel, kernel.bind(*arguments), blocks, shared))
         return tuple(steps)
+
+    def _encode_maps(self, guard: bool) -> None:
+        """Put the tensor maps that records ask for into device memory, each once."""
+        values = (v for record in self.program.launches for field in record.fields.values() for v in entries(field))
+        maps = {_map_key(v): v for v in values if isinstance(v, TensorMap)}
+        if not maps:
+            return
+        with self.device.activate():
+            words = [
+                tensor_map(
+                    self.device.driver,
+                    self._address(v.tensor),
+                    (v.tensor.shape[0], v.tensor.shape[1]),
+                    stride=v.tensor.ld * v.tensor.dtype.itemsize,
+                    box_rows=v.box_rows,
+                )
+                for v in maps.values()
+            ]
+        size = len(maps) * MAP_BYTES
+        arena = self._arenas["maps"] = Arena(self.device, "maps", Arena.required((size,), guard=guard), guard=guard)
+        place = arena.place("maps", (size,), np.uint8)
+        place.write(np.concatenate(words).view(np.uint8))
+        self._maps = {key: place.address + MAP_BYTES * i for i, key in enumerate(maps)}
 
     def _kernel(
         self, node: Node, sources: Mapping[Family, str | KernelSource]
@@ -315,7 +343,7 @@ class Plan:
 
     def _field(self, value: Value, dtype: np.dtype[Any], record: Launch) -> Any:
         """What a field of the table holds: numbers as they are, tensors as addresses, arrays padded with 0."""
-        numbers = [self._address(v) if isinstance(v, Tensor) else v for v in entries(value)]
+        numbers = [self._address(v) if isinstance(v, Tensor | TensorMap) else v for v in entries(value)]
         if not isinstance(value, Sequence):
             return numbers[0]
         length = int(np.prod(dtype.shape))
@@ -323,9 +351,11 @@ class Plan:
             raise ProgramError(f"'{record.label}': {len(numbers)} values given for an array field of {length}")
         return np.array(numbers + [0] * (length - len(numbers)), dtype.base)
 
-    def _address(self, tensor: Tensor) -> int:
-        home = self._mapped if tensor.storage.arena == MAPPED else self._buffers
-        return home[tensor.name].address + tensor.offset * tensor.dtype.itemsize
+    def _address(self, value: Tensor | TensorMap) -> int:
+        if isinstance(value, TensorMap):
+            return self._maps[_map_key(value)]
+        home = self._mapped if value.storage.arena == MAPPED else self._buffers
+        return home[value.name].address + value.offset * value.dtype.itemsize
 
     # -- lifetime ----------------------------------------------------------------------------------------------
 
@@ -353,6 +383,11 @@ class Plan:
 def capture_sequence(plans: Sequence[Plan], *, stream: Stream) -> StepGraph:
     """Capture programs as one graph, each behind all of the one before it. The plans must stay open."""
     return _capture_all([(plan, range(len(plan.nodes))) for plan in plans], stream)
+
+
+def _map_key(value: TensorMap) -> Hashable:
+    t = value.tensor
+    return t.storage, t.offset, t.shape, t.ld, value.box_rows
 
 
 def _source(family: Family) -> str | KernelSource:

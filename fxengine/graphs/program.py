@@ -26,10 +26,12 @@ CONSTANTS = "constants"
 #: Arena of everything a step computes and the next one may overwrite.
 ACTIVATIONS = "activations"
 
-# Elements of 4 bytes that kernels read at once where every row starts at a multiple of them.
-_QUAD = 4
+#: Elements of 4 bytes in a line of the cache. Where longer rows begin with one, the copy engine asks for half as many.
+LINE = 32
+#: Elements of 4 bytes that kernels read at once where every row starts at a multiple of them.
+QUAD = 4
 
-Scalar: TypeAlias = "Tensor | int | float"
+Scalar: TypeAlias = "Tensor | TensorMap | int | float"
 #: Value of a record field; a sequence fills an array field, and unused entries behind it are 0.
 Value: TypeAlias = "Scalar | Sequence[Scalar]"
 
@@ -91,7 +93,7 @@ class Tensor:
     @property
     def aligned(self) -> bool:
         """Whether all rows start at multiples of 16 bytes, so that kernels can read four numbers at once."""
-        return self.offset % _QUAD == 0 and (len(self.shape) < 2 or self.ld % _QUAD == 0)
+        return self.offset % QUAD == 0 and (len(self.shape) < 2 or self.ld % QUAD == 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Columns start..stop-1 of a matrix, as a strided view."""
@@ -130,6 +132,28 @@ class Tensor:
 
     def __str__(self) -> str:
         return f"tensor '{self.name}'"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+    """In a field of a record the address of a tensor map (`driver.tensor_map`), by which the kernel copies boxes of a
+    float32 matrix.
+
+    Attributes:
+        tensor: the matrix, `aligned`.
+        box_rows: rows of a box.
+    """
+
+    tensor: Tensor
+    box_rows: int
+
+    def __post_init__(self) -> None:
+        t = self.tensor
+        if len(t.shape) != 2 or t.dtype != np.float32 or not t.aligned:
+            raise ProgramError(
+                f"{t} of shape {t.shape}, {t.dtype}, offset {t.offset} and row stride {t.ld} has no tensor map; "
+                f"expected a float32 matrix whose rows start at multiples of {QUAD} elements: declare it padded=True"
+            )
 
 
 @dataclass(frozen=True)
@@ -202,7 +226,7 @@ class Launch:
 
     Attributes:
         family: the kernel family.
-        fields: values of the record struct; a Tensor stands for its address.
+        fields: values of the record struct; a Tensor stands for its address, a TensorMap for that of the map.
         reads: views that the record reads.
         writes: views that the record writes (an accumulating record lists them in `reads` too).
         label: what it is for, shown in tables.
@@ -217,8 +241,7 @@ class Launch:
     @property
     def early(self) -> tuple[Tensor, ...]:
         """What the kernel reads before it waits for its predecessors."""
-        values = (value for key in self.family.early for value in entries(self.fields[key]))
-        return tuple(value for value in values if isinstance(value, Tensor))
+        return tuple(t for key in self.family.early for t in tensors_of(self.fields[key]))
 
 
 @dataclass
@@ -239,7 +262,7 @@ class Program:
     precision: str = "fp32"
     storages: dict[str, Storage] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    _derived: dict[tuple[Hashable, ...], tuple[Storage, Tensor]] = field(default_factory=dict)
+    _derived: dict[tuple[Hashable, ...], tuple[tuple[Storage, ...], Tensor]] = field(default_factory=dict)
 
     def tensor(
         self,
@@ -259,8 +282,8 @@ class Program:
             dtype: element type.
             arena: lifetime; tensors of one arena share one allocation.
             data: initial contents of this shape and dtype, uploaded when the program is planned.
-            padded: start the rows of a matrix of more than 4 columns at multiples of 4 elements (`row_stride`). The
-                gaps between them hold anything. Not with `data`.
+            padded: start the rows of a matrix of more than 4 columns at multiples of 4 elements, of more than 32 at
+                multiples of 32. The gaps between them hold anything. Not with `data`.
 
         Raises:
             ProgramError: the name is taken, an extent is not positive, or `data` does not fit.
@@ -276,8 +299,8 @@ class Program:
         if padded and data is not None:
             raise ProgramError(f"tensor '{name}' cannot have both data and gaps between its rows")
         width = dims[-1] if dims else 1
-        if padded and len(dims) == 2 and width > _QUAD:
-            width = row_stride(width)
+        if padded and len(dims) == 2 and width > QUAD:
+            width = row_stride(width, LINE if width > LINE else QUAD)
         storage = self._add(Storage(name, math.prod(dims[:-1]) * width * kind.itemsize, arena, data))
         return Tensor(storage, 0, dims, kind, width if len(dims) > 1 else 1)
 
@@ -315,7 +338,7 @@ class Program:
         """The record, if it fits the program; what was derived of tensors that it writes is forgotten."""
         touched = {t.storage for t in (*record.reads, *record.writes)}
         for key, value in record.fields.items():
-            stray = [v for v in entries(value) if isinstance(v, Tensor) and v.storage not in touched]
+            stray = [t for t in tensors_of(value) if t.storage not in touched]
             if stray:
                 raise ProgramError(
                     f"'{record.label}': field {key} is {stray[0]}, which the record neither reads nor writes; "
@@ -325,15 +348,15 @@ class Program:
             if self.storages.get(storage.name) is not storage:
                 raise ProgramError(f"'{record.label}': tensor '{storage.name}' belongs to another program")
         written = {t.storage for t in record.writes}
-        self._derived = {key: kept for key, kept in self._derived.items() if kept[0] not in written}
+        self._derived = {key: kept for key, kept in self._derived.items() if written.isdisjoint(kept[0])}
         return record
 
-    def derived(self, source: Tensor, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What records of this program have made of a tensor: `make` is called where there is none of this kind, or the
-        tensor was written since."""
-        key = (kind, source.storage, source.offset, source.shape, source.ld)
+    def derived(self, sources: Sequence[Tensor], kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What records of this program have made of tensors: `make` is called where there is none of this kind, or one
+        of the tensors was written since."""
+        key = (kind, *((t.storage, t.offset, t.shape, t.ld) for t in sources))
         if key not in self._derived:
-            self._derived[key] = source.storage, make()
+            self._derived[key] = tuple(t.storage for t in sources), make()
         return self._derived[key][1]
 
     def _add(self, storage: Storage) -> Storage:
@@ -351,14 +374,20 @@ class Program:
         return "\n".join(lines)
 
 
-def row_stride(columns: int) -> int:
-    """Row stride of a padded matrix: the number of columns, up to a multiple of 4."""
-    return -(-columns // _QUAD) * _QUAD
+def row_stride(columns: int, unit: int = QUAD) -> int:
+    """Row stride of a padded matrix: the number of columns, up to a multiple of `unit`."""
+    return -(-columns // unit) * unit
 
 
 def entries(value: Value) -> tuple[Scalar, ...]:
     """The entries of a field value: itself, or those of an array field."""
     return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """The tensors among the entries of a field value, by address or by map."""
+    named = (v.tensor if isinstance(v, TensorMap) else v for v in entries(value))
+    return tuple(t for t in named if isinstance(t, Tensor))
 
 
 def _present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor
+from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor, TensorMap, Value
 from fxengine.ops.checks import describe, separate
 from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_warpgroups, tiles_of
-from fxengine.ops.pack import packed, packed_transpose
+from fxengine.ops.pack import transpose
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -144,23 +144,21 @@ def forward(
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     mode = _precision(label, precision or program.precision, program.target)
+    aligned = _aligned(x1, x2, w, w.columns(x1.shape[1], k) if x2 else None)
     if tile is None and beside is not None:
-        shared = choose_tile(program.target, m, *beside, precision=mode)
+        shared = choose_tile(program.target, m, *beside, precision=mode, aligned=aligned)
         tile = None if FORWARD[mode][shared].alone else shared
     name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
-        program.target, m, n, k, precision=mode, siblings=siblings
+        program.target, m, n, k, precision=mode, siblings=siblings, aligned=aligned
     )
-    if TILES[mode][name].warpgroups:
-        w = packed(program, w, k2=k - x1.shape[1])
     shape, tensors = TILES[mode][name], (x1, x2, w, b, y)
     sizes = [(m, shape.rows), (n, shape.columns)]
     if x2:
         sizes.append((x1.shape[1], 4))  # inside w's rows, where the weights of x2 begin
-    fields = {
+    fields: dict[str, Value] = {
         **_operand("x", x1),
         **_operand("x2", x2),
-        "w": w,
-        "ldw": _weight_stride(w),
+        **_operand("w", w),
         "b": 0 if b is None else b,
         **_operand("y", y),
         "m": m,
@@ -171,6 +169,19 @@ def forward(
         "accumulate": int(accumulate),
         "whole": int(_whole(*sizes, tensors=tensors)),
     }
+    if shape.warpgroups:
+        if not aligned:
+            given = [t for t in (x1, x2, w) if t is not None]
+            raise ProgramError(
+                f"linear '{label}': tile {name!r} reads by tensor maps, but x is {_shapes(x1, x2)} and w {describe(w)} "
+                f"with row strides {[t.ld for t in given]} and offsets {[t.offset for t in given]}; expected multiples "
+                "of 4 elements, also of the columns of the first x"
+            )
+        fields |= {
+            "x": TensorMap(x1, shape.rows),
+            "x2": 0 if x2 is None else TensorMap(x2, shape.rows),
+            "w": TensorMap(w, shape.columns),
+        }
     reads = [x1, x2, w, b, y if accumulate else None]
     return program.launch(FORWARD[mode][name], fields, reads=reads, writes=[y], label=label)
 
@@ -233,18 +244,20 @@ def backward_dx(
     if not code:
         x = None
     mode = _precision(label, precision or program.precision, program.target)
+    aligned = _aligned(*(dy_i for dy_i, _, _ in sources))
     name = _tile(label, program.target, DX, mode, tile) or choose_tile(
-        program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings
+        program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings, aligned=aligned
     )
-    if TILES[mode][name].warpgroups:
-        sources = [(dy_i, packed_transpose(program, w_i), scale_i) for dy_i, w_i, scale_i in sources]
-    shape, tensors = TILES[mode][name], (x, dx, *(t for dy_i, w_i, _ in sources for t in (dy_i, w_i)))
-    fields = {
+    shape = TILES[mode][name]
+    if shape.warpgroups:
+        sources = [(dy_i, transpose(program, w_i, scale_i), scale_i) for dy_i, w_i, scale_i in sources]
+    tensors = (x, dx, *(t for dy_i, w_i, _ in sources for t in (dy_i, w_i)))
+    fields: dict[str, Value] = {
         "dy": [dy_i for dy_i, _, _ in sources],
         "w": [w_i for _, w_i, _ in sources],
         "scale": [0 if scale_i is None else scale_i for _, _, scale_i in sources],
         "lddy": [dy_i.ld for dy_i, _, _ in sources],
-        "ldw": [_weight_stride(w_i) for _, w_i, _ in sources],
+        "ldw": [w_i.ld for _, w_i, _ in sources],
         "n": widths,
         "sources": len(sources),
         **_operand("x", x),
@@ -255,6 +268,11 @@ def backward_dx(
         "accumulate": int(accumulate),
         "whole": int(_whole((m, shape.rows), (k, shape.columns), tensors=tensors)),
     }
+    if shape.warpgroups:
+        fields |= {
+            "dy": [TensorMap(dy_i, shape.rows) for dy_i, _, _ in sources],
+            "w": [TensorMap(w_i, shape.columns) for _, w_i, _ in sources],
+        }
     reads = [*(t for source in sources for t in source), x, dx if accumulate else None]
     return program.launch(DX[mode][name], fields, reads=reads, writes=[dx], label=label)
 
@@ -342,9 +360,13 @@ def backward_dw(
     return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
 
 
+def _aligned(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.aligned for t in tensors)
+
+
 def _whole(*sizes: tuple[int, int], tensors: Sequence[Tensor | None]) -> bool:
     """Whether every size is a multiple of what it is given with, and all rows are aligned."""
-    return all(n % unit == 0 for n, unit in sizes) and all(t is None or t.aligned for t in tensors)
+    return all(n % unit == 0 for n, unit in sizes) and _aligned(*tensors)
 
 
 # -- references ---------------------------------------------------------------------------------------------
@@ -390,10 +412,11 @@ def reference_dw(dy: ArrayLike, x: ArrayLike) -> tuple[NDArray[np.float64], NDAr
     return _wide(dy).T @ _wide(x), _wide(dy).sum(axis=0)
 
 
-def reference_rounded(x: ArrayLike, precision: str) -> NDArray[np.float64]:
+def reference_rounded(x: ArrayLike, precision: str, *, mapped: bool = False) -> NDArray[np.float64]:
     """The float32 array x as a product in that precision reads it.
 
-    tf32 keeps 10 bits of the fraction, rounding ties away from zero; bf16 keeps 7, ties to even; fp32 all.
+    tf32 keeps 10 bits of the fraction, rounding ties away from zero, or to even where tiles of warpgroups read x by a
+    tensor map (`mapped`); bf16 keeps 7, ties to even; fp32 all.
 
     Raises:
         ValueError: no such precision.
@@ -404,10 +427,10 @@ def reference_rounded(x: ArrayLike, precision: str) -> NDArray[np.float64]:
     if precision == "fp32":
         return _wide(values)
     bits = values.view(np.uint32)
-    if precision == "tf32":
-        bits = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    else:
-        bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    dropped = np.uint32(13 if precision == "tf32" else 16)
+    half, odd = np.uint32(1) << (dropped - np.uint32(1)), bits >> dropped & np.uint32(1)
+    to_even = precision == "bf16" or mapped
+    bits = (bits + (half - np.uint32(1) + odd if to_even else half)) >> dropped << dropped
     return np.where(np.isfinite(values), _wide(bits.view(np.float32)), _wide(values))
 
 
@@ -514,11 +537,6 @@ def _tile(
     if TILES[mode][tile].warpgroups and target.kind == "cuda" and not has_warpgroups(target):
         raise ProgramError(f"linear '{label}': tile {tile!r} needs the warpgroups of sm_90, not {target.arch}")
     return tile
-
-
-def _weight_stride(w: Tensor) -> int:
-    """Elements from one row to the next; the rows of a packed copy [blocks, rows, 32]."""
-    return w.shape[1] if len(w.shape) == 3 else w.ld
 
 
 def _operand(name: str, t: Tensor | None) -> dict[str, Tensor | int]:

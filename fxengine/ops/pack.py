@@ -1,7 +1,8 @@
-"""Packed weights: copies that the step makes of its weights in the form in which some tiles read them (`pack.cuh`).
+"""Copies that the step makes of its weights in the form in which warpgroups read them.
 
-They are rounded to tf32, cut into blocks of 32 columns, and their numbers lie in the order in which the tensor cores
-meet them. A program makes each copy once, before its first use, and again after the weight was written.
+Packed ones (`pack.cuh`), for the fused quantile networks, are rounded to tf32, cut into blocks of 32 columns, and their
+numbers lie in the order in which the tensor cores meet them. Transposes are for input gradients: the tensor cores want
+an operand along k. A program makes each copy once, before its first use, and again after the weight was written.
 """
 
 from __future__ import annotations
@@ -13,32 +14,43 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor
-from fxengine.graphs.program import Value
+from fxengine.graphs.program import LINE, Value, row_stride
 
 _TILE = (32, 128)  # rows and columns of w of a thread block
 _ROWS, _DEPTH = 16, 32
 
 
 def _tiles(fields: Mapping[str, Any]) -> int:
-    columns = _DEPTH * (-(-fields["k"] // _DEPTH) + -(-fields["k2"] // _DEPTH))
-    return -(-fields["n"] // _TILE[0]) * -(-columns // _TILE[1])
+    return -(-fields["n"] // _TILE[0]) * -(-fields["k"] // _TILE[1])
 
 
 PACK = Family("pack", "pack.cu", "fx_pack", "Pack", tiles=_tiles)
 
 
-def packed(program: Program, w: Tensor, *, k2: int = 0) -> Tensor:
-    """The packed copy of w, float32 [n, k], any row stride. With `k2` its last k2 columns have blocks of their own.
-
-    Returns [blocks, rows, 32].
-    """
-    k = w.shape[1] - k2
-    return _copy(program, w, w.shape[0], (k, k2), transposed=False)
+def packed(program: Program, w: Tensor) -> Tensor:
+    """The packed copy of w, float32 [n, k], any row stride. Returns [blocks, rows, 32]."""
+    return _packed(program, w, *w.shape, transposed=False)
 
 
 def packed_transpose(program: Program, w: Tensor) -> Tensor:
     """The packed copy of the transpose of w, float32 [n, k], any row stride. Returns [blocks, rows, 32]."""
-    return _copy(program, w, w.shape[1], (w.shape[0],), transposed=True)
+    return _packed(program, w, *reversed(w.shape), transposed=True)
+
+
+def transpose(program: Program, w: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The transpose of w, float32 [n, k], any row stride, multiplied by the one float of `scale`, if any.
+
+    Returns [k, n] with rows that start at lines of the cache. Not rounded.
+    """
+
+    def make() -> Tensor:
+        n, k = w.shape
+        name = f"transpose#{len(program.launches)}.{w.name}"
+        out = program.tensor(name, (k, row_stride(n, LINE))).columns(0, n)
+        _launch(program, w, out, scale, transposed=True, label=f"{w.name}.transpose")
+        return out
+
+    return program.derived([w] if scale is None else [w, scale], "transpose", make)
 
 
 def reference(w: ArrayLike) -> NDArray[np.float32]:
@@ -59,22 +71,27 @@ def reference(w: ArrayLike) -> NDArray[np.float32]:
     return out.reshape(-1, chunks.shape[1], _DEPTH)
 
 
-def _copy(program: Program, w: Tensor, rows: int, parts: tuple[int, ...], *, transposed: bool) -> Tensor:
+def _packed(program: Program, w: Tensor, rows: int, k: int, *, transposed: bool) -> Tensor:
+    kind = "packed_transpose" if transposed else "packed"
+
     def make() -> Tensor:
-        kind = "transposed" if transposed else "packed"
-        blocks = sum(-(-k // _DEPTH) for k in parts)
-        shape = (blocks, -(-rows // _ROWS) * _ROWS, _DEPTH)
+        shape = (-(-k // _DEPTH), -(-rows // _ROWS) * _ROWS, _DEPTH)
         out = program.tensor(f"{kind}#{len(program.launches)}.{w.name}", shape)
-        fields: dict[str, Value] = {
-            "w": w,
-            "out": out,
-            "ldw": w.ld,
-            "n": w.shape[0],
-            "k": w.shape[1] if transposed else parts[0],
-            "k2": 0 if transposed else parts[1],
-            "transposed": int(transposed),
-        }
-        program.launch(PACK, fields, reads=[w], writes=[out], label=f"{w.name}.{kind}")
+        _launch(program, w, out, None, transposed=transposed, label=f"{w.name}.{kind}")
         return out
 
-    return program.derived(w, ("pack", parts, transposed), make)
+    return program.derived([w], kind, make)
+
+
+def _launch(program: Program, w: Tensor, out: Tensor, scale: Tensor | None, *, transposed: bool, label: str) -> None:
+    fields: dict[str, Value] = {
+        "w": w,
+        "scale": 0 if scale is None else scale,
+        "out": out,
+        "ldw": w.ld,
+        "ldout": out.ld if len(out.shape) == 2 else 0,
+        "n": w.shape[0],
+        "k": w.shape[1],
+        "transposed": int(transposed),
+    }
+    program.launch(PACK, fields, reads=[w, scale], writes=[out], label=label)

@@ -33,7 +33,8 @@ def gradients(target: Target, precision: str, batch: int, **sizes: Any) -> tuple
     [
         ("sm_90", "fp32", 256, {"heads_32", "linear_dx_16x32"}, 1e-5),
         ("sm_90", "tf32", 64, {"heads_tf32_16", "iqn_warpgroup_tf32", "iqn_state_tf32", "linear_dx_tf32_16x16"}, 1e-3),
-        ("sm_90", "tf32", 512, {"heads_tf32_64", "iqn_warpgroup_backward_tf32", "linear_forward_tf32_w64x64"}, 1e-3),
+        # of two million ReLUs of the quantile network four flip
+        ("sm_90", "tf32", 512, {"heads_tf32_64", "iqn_warpgroup_backward_tf32", "linear_forward_tf32_w64x64"}, 5e-3),
         ("sm_80", "tf32", 256, {"heads_tf32_32", "linear_forward_tf32_128x64"}, 1e-3),
         ("sm_120", "bf16", 64, {"heads_bf16_16", "linear_forward_bf16_16x16"}, 1e-3),
     ],

@@ -349,7 +349,7 @@ def test_what_is_derived_of_a_tensor_is_made_anew_after_a_write(program: Program
             made.append(program.tensor(f"copy{len(made)}", tensor.shape))
             return made[-1]
 
-        return program.derived(tensor, "copy", make)
+        return program.derived([tensor], "copy", make)
 
     first = copy_of(x)
     assert copy_of(x) is first

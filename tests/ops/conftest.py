@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _tile_of_the_device(request: pytest.FixtureRequest) -> None:
-    """Skips a tile of packed weights where the device has none."""
+    """Skips a tile of warpgroups where the device has none."""
     params = getattr(request.node, "callspec", None)
     if params is not None and str(params.params.get("tile", "")).startswith("w"):
         request.getfixturevalue("warpgroups")

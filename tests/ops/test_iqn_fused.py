@@ -563,9 +563,11 @@ def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkey
     config = replace(CONFIG, h2=128, iqn_cos=32, iqn_h=128, iqn_quantiles=16, iqn_target_quantiles=16)
     for module in (linear, iqn_warpgroup, linear_tiles):  # the simulated device runs them if it is asked to
         monkeypatch.setattr(module, "has_warpgroups", lambda target: True)
-    with monkeypatch.context() as packed:
-        packed.setattr(
-            linear, "choose_tile", lambda *sizes, precision, **options: "w64x64" if precision == "tf32" else "32x32"
+    with monkeypatch.context() as mapped:
+        mapped.setattr(
+            linear,
+            "choose_tile",
+            lambda *sizes, precision, aligned, **options: "w64x64" if precision == "tf32" and aligned else "32x32",
         )
         fused, launches = whole_step(warpgroups, "tf32", config)
     assert launches["iqn_warpgroup_tf32"] == launches["iqn_warpgroup_backward_tf32"] == 1
@@ -575,3 +577,14 @@ def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkey
     assert not [name for name in plain if name.startswith("iqn_warpgroup")]
     for name, expected in separate.items():
         close(fused[name], expected, "tf32", name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "room", "blocks"), [(1, 44, 1), (2048, 44, 32), (8192, 44, 43), (131_072, 44, 43), (8192, 33, 22)]
+)
+def test_as_few_blocks_by_warpgroups_as_take_no_longer(rows: int, room: int, blocks: int) -> None:
+    assert iqn_warpgroup.forward_blocks(rows, room) == blocks
+    tiles = -(-rows // 64)
+    rounds = -(-tiles // (3 * blocks))
+    assert rounds == -(-tiles // (3 * room))
+    assert tiles <= room or -(-tiles // (3 * (blocks - 1))) > rounds

@@ -32,12 +32,17 @@ def dw_tile(tile: str | None) -> str | None:
 class Bench:
     """A program under test: matrices with NaN in every gap, run with guard words, and read back with their gaps.
 
-    `aligned`: all rows start at multiples of 16 bytes, whatever gaps are asked for.
+    `aligned`: all rows start at multiples of 16 bytes, whatever gaps are asked for; as tiles need them that read by
+    tensor maps.
     """
 
-    def __init__(self, device: Device, precision: str = "fp32", seed: int = 0, *, aligned: bool = False) -> None:
+    def __init__(
+        self, device: Device, precision: str = "fp32", seed: int = 0, *, aligned: bool = False, tile: str | None = None
+    ) -> None:
         self.device = device
-        self.aligned = aligned
+        self.mapped = tile is not None and linear.TILES[precision][tile].warpgroups
+        self.aligned = aligned or self.mapped
+        self.unit = 4 if self.mapped else 1  # columns of a first input end at a multiple of it
         self.program = Program(device.target, precision)
         self.random = np.random.default_rng(seed)
         self.count = 0
@@ -47,7 +52,7 @@ class Bench:
 
     def rounded(self, values: Array) -> NDArray[np.float64]:
         """As products read them."""
-        return linear.reference_rounded(values, self.program.precision)
+        return linear.reference_rounded(values, self.program.precision, mapped=self.mapped)
 
     def matrix(self, values: Array, *, lead: int = 0, pad: int = 3) -> Tensor:
         """A matrix with `lead` columns of NaN before it and `pad` after it."""
@@ -150,8 +155,9 @@ def add_dx(
         dys.append(bench.matrix(dy, lead=lead + i % 2, pad=pad))
         ws.append(bench.matrix(w, lead=lead, pad=pad + 2 * (i % 2)))
         scales.append(None if factor is None else bench.vector(np.array([factor], np.float32), lead=lead))
-        scaled = dy if factor is None else np.float32(factor) * dy
-        expected += linear.reference_dx(bench.rounded(scaled), bench.rounded(w), x=x, activation=activation)
+        if factor is not None:  # what is scaled is rounded afterwards
+            dy, w = (dy, np.float32(factor) * w) if bench.mapped else (np.float32(factor) * dy, w)
+        expected += linear.reference_dx(bench.rounded(dy), bench.rounded(w), x=x, activation=activation)
     dx = bench.matrix(before, lead=lead, pad=pad) if accumulate else bench.result(m, k, lead=lead, pad=pad)
     linear.backward_dx(
         bench.program,
@@ -186,7 +192,8 @@ def add_dw(
         db,
         **options,
     )
-    want_w, want_b = linear.reference_dw(bench.rounded(dy), bench.rounded(x))[0], dy.astype(np.float64).sum(axis=0)
+    read_dy, read_x = (linear.reference_rounded(v, bench.program.precision) for v in (dy, x))  # no tile by maps
+    want_w, want_b = linear.reference_dw(read_dy, read_x)[0], dy.astype(np.float64).sum(axis=0)
     if accumulate:
         want_w, want_b = want_w + before_w, want_b + before_b
     found = [(dw, want_w, m)]
@@ -204,9 +211,9 @@ def verify(bench: Bench, expected: list[tuple[Tensor, NDArray[np.float64], int]]
 
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_forward_options(device: Device, precision: str, tile: str) -> None:
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     shape = linear.TILES[precision][tile]
-    m, n, k = shape.rows + 3, shape.columns + 5, shape.depth + 7
+    m, n, k = shape.rows + 3, shape.columns + 5, shape.depth + 7 // bench.unit * bench.unit
     expected = [
         add_forward(bench, m, n, k, k2, bias=bias, activation=activation, tile=tile)
         for k2, bias, activation in itertools.product((0, 9), (False, True), ACTIVATIONS)
@@ -220,7 +227,7 @@ def test_forward_options(device: Device, precision: str, tile: str) -> None:
 
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_dx_options(device: Device, precision: str, tile: str) -> None:
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     shape = linear.TILES[precision][tile]
     m, n, k = shape.rows + 3, shape.depth + 7, shape.columns + 5
     verify(
@@ -233,14 +240,15 @@ def test_dx_options(device: Device, precision: str, tile: str) -> None:
     )
 
 
-@pytest.mark.parametrize("precision", linear.TILES)
-def test_dx_adds_many_sources(device: Device, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "tile"), [*((mode, None) for mode in linear.TILES), ("tf32", "w64x64")])
+def test_dx_adds_many_sources(device: Device, precision: str, tile: str | None) -> None:
     """As many heads as a record takes, of all sizes; some of them scaled, one of them off."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     widths = [153, 51, 1, 12, 128, 2, 5, 32, 3, 64, 7, 48, 4, 9, 16, 33]
     factors = [None, 0.1, 0.0, 2.0] * 4
     assert len(widths) == linear.SOURCES
-    verify(bench, [add_dx(bench, 37, *[widths[0], 50, *widths[1:]], activation="elu", factors=factors)])
+    options = {"activation": "elu", "factors": factors, "tile": tile}
+    verify(bench, [add_dx(bench, 37, *[widths[0], 50, *widths[1:]], **options)])
 
 
 @pytest.mark.parametrize(("precision", "tile"), DW_TILES)
@@ -259,7 +267,7 @@ def test_dw_options(device: Device, precision: str, tile: str) -> None:
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_aligned_rows(device: Device, precision: str, tile: str) -> None:
     """Sizes and strides that allow 16-byte accesses, whole tiles only."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     shape = linear.TILES[precision][tile]
     m, n, k = shape.rows, shape.columns, 2 * shape.depth
     expected = [
@@ -354,12 +362,13 @@ def test_any_shape(
 ) -> None:
     if tile[1] is not None and tile[1] not in served(device.target, tile[0], "forward") and device.kind == "cuda":
         return  # a tile that this GPU has no instructions for
-    bench = Bench(device, tile[0], seed=m * 7 + n * 5 + k)
+    bench = Bench(device, tile[0], seed=m * 7 + n * 5 + k, tile=tile[1])
     same = {"lead": lead, "pad": pad, "accumulate": accumulate, "tile": tile[1]}
+    first = k if second == 0 else -(-k // bench.unit) * bench.unit
     verify(
         bench,
         [
-            add_forward(bench, m, n, k, second, **same),
+            add_forward(bench, m, n, first, second, **same),
             add_dx(bench, m, n, k, second, activation="tanh", **same),
             *add_dw(bench, m, n, k, second, slices=slices, **{**same, "tile": dw_tile(tile[1])}),
         ],
@@ -373,7 +382,7 @@ def test_any_shape(
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_zero_scale_stops_nan(device: Device, precision: str, tile: str, accumulate: bool) -> None:
     """A source with scale 0 adds an exact 0 whatever it holds; without any other, also where the slope is NaN."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     m, n, k = 19, 7, 21
     dy, y = bench.draw(m, n), bench.draw(m, k)
     dy[3, 2], dy[4, 1], dy[18, 6] = np.nan, np.inf, -np.inf
@@ -406,7 +415,7 @@ def test_zero_scale_stops_nan(device: Device, precision: str, tile: str, accumul
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_nan_reaches_its_own_outputs_only(device: Device, precision: str, tile: str) -> None:
     """A NaN in row 5 of x shows in row 5 of y whatever the activation, and nowhere else."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     m, n, k = 20, 18, 35
     x = bench.draw(m, k)
     x[5, 33] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # the NaN that CUDA makes: rounding must not carry
@@ -521,9 +530,9 @@ def test_any_order_of_threads_gives_the_same_bits(device: Device, precision: str
     """A missing barrier, or a sum in order of arrival, would show when threads and blocks run in another order."""
     if device.kind != "sim":
         pytest.skip("only the simulated device can choose the order of threads")
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     shape = linear.TILES[precision][tile]
-    m, n, k = shape.rows + 1, shape.columns + 1, 2 * shape.depth + 3
+    m, n, k = shape.rows + 1, shape.columns + 1, 2 * shape.depth + 3 // bench.unit * bench.unit
     results = [add_forward(bench, m, n, k, 5, tile=tile), add_dx(bench, m, k, n, 5, tile=tile)]
     results += add_dw(bench, k, m, n, 5, tile=dw_tile(tile))
     results += add_dw(bench, k, m, n, 5, slices=3, tile=dw_tile(tile))

@@ -22,11 +22,11 @@ _BITS = np.array(
 VALUES: Array = np.concatenate([_BITS, _BITS | np.uint32(0x80000000)]).view(np.float32)
 
 
-def nearest(x: Array, precision: str) -> NDArray[np.float64]:
+def nearest(x: Array, precision: str, *, mapped: bool = False) -> NDArray[np.float64]:
     """The nearest number with 10 (tf32) or 7 (bf16) bits of fraction; ties away from zero, or to even."""
     fraction, exponent = np.frexp(np.abs(x.astype(np.float64)))
     scaled = np.ldexp(fraction, 11 if precision == "tf32" else 8)
-    whole = np.floor(scaled + 0.5) if precision == "tf32" else np.rint(scaled)
+    whole = np.floor(scaled + 0.5) if precision == "tf32" and not mapped else np.rint(scaled)
     return np.copysign(np.ldexp(whole, exponent - (11 if precision == "tf32" else 8)), x)
 
 
@@ -35,6 +35,9 @@ def test_reference_rounds_to_nearest(precision: str) -> None:
     rounded = linear.reference_rounded(VALUES, precision)
     np.testing.assert_array_equal(rounded, nearest(VALUES, precision))
     assert (rounded != VALUES).sum() > len(VALUES) / 2
+    by_map = linear.reference_rounded(VALUES, precision, mapped=True)
+    np.testing.assert_array_equal(by_map, nearest(VALUES, precision, mapped=True))
+    assert (by_map != rounded).any() == (precision == "tf32")
     special = np.array([np.inf, -np.inf, np.nan], np.float32)
     np.testing.assert_array_equal(linear.reference_rounded(special, precision), special)
     np.testing.assert_array_equal(linear.reference_rounded(VALUES, "fp32"), VALUES)
@@ -47,7 +50,7 @@ def test_what_is_not_finite_stays_so(device: Device, precision: str, tile: str) 
     """Rounding makes no number of a NaN, whatever its sign and payload, nor of an infinity."""
     bits = [0x7FC00000, 0x7FFFFFFF, 0x7FFFF000, 0xFFC00000, 0xFFFFFFFF, 0xFFFFF000, 0x7F800000, 0xFF800000]
     values = np.array(bits, np.uint32).view(np.float32)
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     column, row = bench.matrix(values[:, None]), bench.matrix(values[None, :])
     one = bench.matrix(np.ones((1, 1), np.float32))
     results = [bench.result(len(bits), 1), bench.result(1, len(bits)), bench.result(len(bits), 1)]
@@ -64,7 +67,7 @@ def test_what_is_not_finite_stays_so(device: Device, precision: str, tile: str) 
 @pytest.mark.parametrize(("precision", "tile"), TILES)
 def test_operands_are_rounded_to_nearest(device: Device, precision: str, tile: str) -> None:
     """Products with 1 show what became of each operand: the nearest number of the precision, bit for bit."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     column, row = bench.matrix(VALUES[:, None]), bench.matrix(VALUES[None, :])
     one = bench.matrix(np.ones((1, 1), np.float32))
     count = len(VALUES)
@@ -77,15 +80,18 @@ def test_operands_are_rounded_to_nearest(device: Device, precision: str, tile: s
     linear.backward_dw(bench.program, row, one, down[2], tile=dw_tile(tile))
     linear.backward_dw(bench.program, row, one, down[3], tile=dw_tile(tile), slices=2)
     expected = VALUES.astype(np.float64) if precision == "fp32" else nearest(VALUES, precision)
+    by_tile = nearest(VALUES, precision, mapped=True) if bench.mapped else expected
     with bench.run() as plan:
-        for result in (*down, *across):
+        for result in (*down[:2], *across):
+            np.testing.assert_array_equal(read(plan, result).reshape(-1), by_tile)
+        for result in down[2:]:  # weight gradients have no tiles that read by maps
             np.testing.assert_array_equal(read(plan, result).reshape(-1), expected)
 
 
 @pytest.mark.parametrize(("precision", "tile"), TENSOR_TILES)
 def test_biases_and_what_is_added_to_stay_exact(device: Device, precision: str, tile: str) -> None:
     """Bias, bias gradient and earlier contents are float32 sums in every precision."""
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     fine = np.array([1 + 2.0**-20, -1 - 2.0**-21, 3 + 2.0**-19], np.float32)
     zeros = bench.matrix(np.zeros((2, 3), np.float32))
     square = bench.matrix(np.zeros((3, 3), np.float32))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fxengine import StepConfig
 from fxengine.driver import Device, Target
@@ -19,16 +20,19 @@ from fxengine.ops import linear, pack
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 128, 130, 257]))
 
 
-@given(n=sizes, k=sizes, k2=st.sampled_from([0, 0, 1, 5, 16, 37]), gap=st.integers(0, 5))
-def test_copies_are_rounded_permuted_and_padded(device: Device, n: int, k: int, k2: int, gap: int) -> None:
-    whole = np.full((n, k + k2 + gap), np.nan, np.float32)
-    values = np.random.default_rng(n * 7 + k).standard_normal((n, k + k2)).astype(np.float32)
-    whole[:, : k + k2] = values
+def weights(device: Device, n: int, k: int, gap: int) -> tuple[Program, Tensor, NDArray[np.float32]]:
+    """A program, and in it a matrix with gaps of NaN between its rows, and its numbers."""
+    whole = np.full((n, k + gap), np.nan, np.float32)
+    whole[:, :k] = np.random.default_rng(n * 7 + k).standard_normal((n, k))
     program = Program(device.target)
-    w = program.tensor("w", whole.shape, data=whole).columns(0, k + k2)
-    straight, across = pack.packed(program, w, k2=k2), pack.packed_transpose(program, w)
-    parts = [values[:, :k], values[:, k:]] if k2 else [values]
-    expected = np.concatenate([pack.reference(part) for part in parts]), pack.reference(values.T)
+    return program, program.tensor("w", whole.shape, data=whole).columns(0, k), whole[:, :k]
+
+
+@given(n=sizes, k=sizes, gap=st.integers(0, 5))
+def test_copies_are_rounded_permuted_and_padded(device: Device, n: int, k: int, gap: int) -> None:
+    program, w, values = weights(device, n, k, gap)
+    straight, across = pack.packed(program, w), pack.packed_transpose(program, w)
+    expected = pack.reference(values), pack.reference(values.T)
     with Plan(program, device, guard=True) as plan, device.stream() as stream:
         plan.buffer(straight).fill_u32(0x7FC00000)
         plan.buffer(across).fill_u32(0x7FC00000)
@@ -43,24 +47,42 @@ def test_copies_are_rounded_permuted_and_padded(device: Device, n: int, k: int, 
             np.testing.assert_array_equal(kept, linear.reference_rounded(numbers, "tf32"))
 
 
-def test_a_copy_is_made_again_only_after_its_weight_was_written(device: Device) -> None:
-    program = Program(device.target, "tf32")
-    x, w = (program.tensor(name, (70, 64), data=np.ones((70, 64), np.float32)) for name in "xw")
-    outputs = [program.tensor(f"y{i}", (70, 70)) for i in range(3)]
+@given(n=sizes, k=sizes, gap=st.integers(0, 5), scaled=st.booleans())
+def test_transposes_in_rows(device: Device, n: int, k: int, gap: int, scaled: bool) -> None:
+    program, w, values = weights(device, n, k, gap)
+    scale = program.tensor("scale", (1,), data=np.array([-1.75], np.float32)) if scaled else None
+    out = pack.transpose(program, w, scale)
+    assert out.shape == (k, n)
+    assert out.aligned
+    with Plan(program, device, guard=True) as plan, device.stream() as stream:
+        plan.run(stream=stream)
+        stream.synchronize()
+        plan.check_guards()
+        expected = values.T * np.float32(-1.75 if scaled else 1)
+        np.testing.assert_array_equal(plan.buffer(out).read(), expected)
 
-    def use(y: Tensor) -> int:
-        linear.forward(program, x, w, None, y, tile="w64x64")
+
+def test_a_copy_is_made_again_only_after_what_it_was_made_of_was_written(device: Device) -> None:
+    program = Program(device.target, "tf32")
+    ones = np.ones((70, 64), np.float32)
+    x, w, dy = (program.tensor(name, (70, 64), data=ones) for name in ("x", "w", "dy"))
+    scale = program.tensor("scale", (1, 1), data=np.ones((1, 1), np.float32))
+    outputs = [program.tensor(f"dx{i}", (70, 64)) for i in range(4)]
+
+    def use(dx: Tensor) -> int:
+        linear.backward_dx(program, dy, w.rows(0, 64), dx, scale=scale.reshape(1), tile="w64x64")
         return sum(record.family is pack.PACK for record in program.launches)
 
     assert use(outputs[0]) == use(outputs[1]) == 1
-    linear.backward_dw(program, outputs[0], x, w)
+    linear.backward_dw(program, x, x, w.rows(0, 64))
     assert use(outputs[2]) == 2
+    linear.forward(program, x.rows(0, 1), w.rows(0, 1), None, scale)
+    assert use(outputs[3]) == 3
     with Plan(program, device) as plan, device.stream() as stream:
         plan.run(stream=stream)
         stream.synchronize()
-        first, second = (plan.buffer(outputs[i]).read().view(np.float32) for i in (0, 2))
-        assert (first == 64).all()
-        assert (second == 64 * 70 * 64).all()
+        for i, expected in ((0, 64), (2, 64 * 70), (3, 64 * 70 * 64 * 70)):
+            assert (plan.buffer(outputs[i]).read() == expected).all()
 
 
 def test_tiles_that_need_it_are_refused_elsewhere() -> None:
@@ -70,6 +92,24 @@ def test_tiles_that_need_it_are_refused_elsewhere() -> None:
         linear.forward(program, x, w, None, y, tile="w64x64")
     with pytest.raises(ProgramError, match="unknown tile 'w64x64'"):  # not for weight gradients
         linear.backward_dw(program, y, x, w, tile="w64x64")
+
+
+def test_rows_that_no_tensor_map_describes() -> None:
+    """A tile of warpgroups is refused where it is asked for, and not chosen by itself."""
+    program = Program(Target.of("sm_90"), "tf32")
+    x, w, y = (program.tensor(name, (4096, 258)) for name in ("x", "w", "y"))
+    part = y.columns(0, 256), w.rows(0, 256), program.tensor("out", (4096, 256))
+    with pytest.raises(ProgramError, match=r"tile 'w64x64' reads by tensor maps, but x is 'x'.*strides \[258, 258\]"):
+        linear.forward(program, x, part[1], None, part[2], tile="w64x64")
+    assert "_w" not in linear.forward(program, x, part[1], None, part[2]).family.name
+    with pytest.raises(ProgramError, match=r"tensor 'y' of shape \(4096, 256\).*row stride 258.*padded=True"):
+        linear.backward_dx(program, part[0], part[1], x, tile="w64x64")
+    assert "_w" not in linear.backward_dx(program, part[0], part[1], x).family.name
+    # the second input's weights begin inside rows of w
+    wide = program.tensor("wide", (256, 272), padded=True)
+    for first, served in ((258, False), (256, True)):
+        inputs = tuple(program.tensor(f"x{first}.{n}", (4096, n), padded=True) for n in (first, 272 - first))
+        assert ("_w" in linear.forward(program, inputs, wide, None, part[2]).family.name) is served
 
 
 @pytest.mark.parametrize("batch", [64, 1024])

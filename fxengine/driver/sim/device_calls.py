@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -153,6 +153,41 @@ class DeviceCalls(StreamCalls):
     def cuMemFree(self, address: Any) -> None:
         """Free device memory, after all queued work."""
         self._free(handle_of(address), pinned=False)
+
+    @call(1)
+    def cuTensorMapEncodeTiled(
+        self,
+        kind: cu.CUtensorMapDataType,
+        rank: int,
+        address: int,
+        sizes: Sequence[Any],
+        strides: Sequence[Any],
+        box: Sequence[Any],
+        steps: Sequence[Any],
+        interleave: cu.CUtensorMapInterleave,
+        swizzle: cu.CUtensorMapSwizzle,
+        promotion: cu.CUtensorMapL2promotion,
+        fill: cu.CUtensorMapFloatOOBfill,
+    ) -> cu.CUtensorMap:
+        """A tensor map as `FxTensorMap` of bulk_copy.cuh reads it: a matrix to be rounded to tf32, chunks exchanged."""
+        columns, rows = (int(n) for n in sizes)
+        (stride,), (box_columns, box_rows) = (int(n) for n in strides), (int(n) for n in box)
+        if (
+            (rank, kind) != (2, cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32)
+            or swizzle != cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+            or interleave != cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+            or fill != cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+            or box_columns != 32
+            or [int(n) for n in steps] != [1, 1]
+        ):
+            raise Refused(Result.CUDA_ERROR_NOT_SUPPORTED, "the simulated device has no tensor maps of this kind")
+        fits = 1 <= columns <= 2**32 and 1 <= rows <= 2**32 and stride < 2**40 and 1 <= box_rows <= 256
+        if not fits or address % 16 or stride % 16:
+            raise Refused(Result.CUDA_ERROR_INVALID_VALUE)
+        encoded = cu.CUtensorMap()
+        words = [address, stride, columns | rows << 32, box_rows, *[0] * 12]
+        encoded.opaque = [cu.cuuint64_t(word & (2**64 - 1)) for word in words]
+        return encoded
 
     @call(1)
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> int:

@@ -1,0 +1,65 @@
+"""Tensor maps: how a matrix lies in memory, for the copy engine of an sm_90 or newer (CUDA driver API, "Tensor Map").
+
+A kernel is given the address of a map in device memory and asks for boxes of the matrix by their first row and column
+(`bulk_copy.cuh`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from cuda.bindings import driver as cu
+from numpy.typing import NDArray
+
+from fxengine.driver.api import Driver
+from fxengine.driver.errors import FxError
+
+__all__ = ["BOX_COLUMNS", "MAP_BYTES", "tensor_map"]
+
+#: Bytes of a map; its address is a multiple of 64.
+MAP_BYTES = 128
+#: Columns of a box: rows of 128 bytes, whose chunks of 16 the copy engine exchanges as warpgroups want them.
+BOX_COLUMNS = 32
+_MOST_ROWS = 256
+_QUAD_BYTES = 16
+
+
+def tensor_map(
+    driver: Driver, address: int, shape: tuple[int, int], *, stride: int, box_rows: int
+) -> NDArray[np.uint64]:
+    """The map of a float32 matrix, uint64 [16], to be copied to device memory.
+
+    Boxes are rounded to tf32 on their way, to nearest, ties to even; what lies outside of the matrix arrives as 0.
+
+    Args:
+        driver: of the device.
+        address: of the first element.
+        shape: rows and columns.
+        stride: bytes from one row to the next.
+        box_rows: rows of a box, 1 to 256.
+
+    Raises:
+        FxError: address or stride are no multiples of 16, or there is no such box.
+        CudaError: the driver refuses.
+    """
+    if address % _QUAD_BYTES or stride % _QUAD_BYTES:
+        raise FxError(
+            f"a tensor map needs rows that start at multiples of {_QUAD_BYTES} bytes, "
+            f"got address {address:#x} and {stride} bytes from one row to the next; pad the rows"
+        )
+    if not 1 <= box_rows <= _MOST_ROWS:
+        raise FxError(f"a box of {box_rows} rows, expected 1 to {_MOST_ROWS}")
+    rows, columns = shape
+    encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+        2,
+        address,
+        [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
+        [cu.cuuint64_t(stride)],
+        [cu.cuuint32_t(BOX_COLUMNS), cu.cuuint32_t(box_rows)],
+        [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return np.array([int(word) for word in encoded.opaque], np.uint64)
