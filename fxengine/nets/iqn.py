@@ -104,8 +104,9 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
     weights = iqn_fused.Weights(*(p.weight(f"{kind}_{layer}") for layer in ("phi", "iq1", "iq2") for kind in "wb"))
     hidden = p.tensor("iq1", tau.size, net.sizes.width) if p.trained else None
     theta = p.tensor("theta", tau.size, net.sizes.outputs)
-    beside = iqn_fused.share_beside(p.program.target, h.shape[0])
-    share = beside * tau.shape[1] / (net.quantiles + net.others)  # of the two networks, in proportion to the rows
+    target, precision, samples = p.program.target, p.program.precision, h.shape[0]
+    share = iqn_fused.forward_share(target, precision, net.sizes, samples, tau.shape[1])
+    share *= tau.shape[1] / (net.quantiles + net.others)  # the two networks divide it in proportion to their rows
     iqn_fused.forward(p.program, tau, h, weights, theta, hidden=hidden, share=share, label=f"{theta.name}.fwd")
     if hidden is None:
         return theta
@@ -147,7 +148,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         share = 1.0
         if apart:
             iqn_fused.state_gradient(*given, **into_h, name=f"{name}.dh2")
-            into_h, share = {}, beside
+            into_h, share = {}, iqn_fused.share_beside(target, samples)
         iqn_fused.backward(
             *given,
             **into_h,

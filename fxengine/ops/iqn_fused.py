@@ -63,6 +63,9 @@ _APART_SAMPLES = 2
 # Samples per multiprocessor up to which launches that nobody waits for yet leave half of the multiprocessors to others:
 # beyond, the step is made of such launches.
 _BESIDE_SAMPLES = 8
+# Part of the device for the forward by warpgroups: the heads, whose blocks need a multiprocessor each as well, run
+# beside it.
+_FORWARD_SHARE = 2 / 3
 
 _WARPS = 8  # of a block
 
@@ -136,8 +139,15 @@ def apart(target: Target, samples: int) -> bool:
 
 
 def share_beside(target: Target, samples: int) -> float:
-    """Part of the device for launches that have time: the forward pass, and weight gradients apart from that of h2."""
+    """Part of the device for launches that have time: weight gradients apart from that of h2."""
     return 0.5 if samples <= _BESIDE_SAMPLES * target.sm_count else 1.0
+
+
+def forward_share(target: Target, precision: str, sizes: Sizes, samples: int, quantiles: int) -> float:
+    """Part of the device for the forward passes of a step, which the heads run beside."""
+    if iqn_warpgroup.fits_warpgroup(target, precision, sizes, quantiles):
+        return _FORWARD_SHARE
+    return share_beside(target, samples)
 
 
 def forward(
@@ -184,7 +194,7 @@ def forward(
     require_as(hidden, (rows, sizes.width), "hidden", f"tau is {tau.shape}", label)
     room = max(1, int(program.target.sm_count * share))
     if warpgroups:
-        blocks = min(-(-rows // 64), room)
+        blocks = iqn_warpgroup.forward_blocks(rows, room)
         iqn_warpgroup.forward_by_warpgroups(program, tau, h2, weights, theta, hidden, blocks=blocks, label=label)
         return
     # Of 32 rows a warp makes two products per weight that it reads, but they should give all warps work.

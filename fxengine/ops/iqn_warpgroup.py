@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 #: Rows of a tile of the backward.
 WARPGROUP_ROWS = 32
+# Warpgroups of a block of the forward, and rows that each takes at a time.
+_FORWARD_GROUPS = 3
+_FORWARD_ROWS = 64
 
 # Dynamic shared memory of a block of the backward: w_phi, two tiles, phi, hidden numbers, w_iq2, dtheta, h2, b_phi
 # (IqnLayout), aligned.
@@ -72,6 +75,16 @@ def warpgroup_backward_shape(target: Target, precision: str, sizes: Sizes, quant
     tiles = quantiles % 8 == 0 and (WARPGROUP_ROWS % quantiles == 0 or quantiles % WARPGROUP_ROWS == 0)
     fits = target.shared_memory_optin >= _WARPGROUP_BACKWARD_SHARED + 2 * STATIC
     return precision == "tf32" and whole and sizes.outputs <= BACKWARD_OUTPUTS and tiles and fits
+
+
+def forward_blocks(rows: int, room: int) -> int:
+    """Blocks of the forward for so many rows on `room` multiprocessors: one for every tile, if there is room for them;
+    else the fewest that are through as soon as `room` of them would be."""
+    tiles = -(-rows // _FORWARD_ROWS)
+    if tiles <= room:
+        return tiles
+    rounds = -(-tiles // (_FORWARD_GROUPS * room))  # of the busiest warpgroup
+    return -(-tiles // (_FORWARD_GROUPS * rounds))
 
 
 def forward_by_warpgroups(
