@@ -450,6 +450,11 @@ class Engine:
         self.synchronize()
         buffer.write(np.ascontiguousarray(array))
 
+    def _write_signals(self, plan: Plan) -> None:
+        """Send what the host has set to the snapshot that a plan reads; for who launches it without a step."""
+        host = self.signals.current()
+        self._write(plan.buffer("signals").view(0, host.shape, host.dtype), host)
+
     # -- lifetime ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -41,10 +41,7 @@ class Evaluation:
             raise ValueError(f"inputs {sorted(inputs)} given, the step reads {sorted(self._builder.inputs)}")
         for name, array in inputs.items():
             self._engine._write(self._plan.buffer(self._builder.inputs[name]), np.asarray(array))
-        # Only a step sends the host's signals to the snapshot that the forward reads.
-        host = self._engine.signals.current()
-        snapshot = self._engine.plan.buffer("signals")
-        self._engine._write(snapshot.view(0, host.shape, host.dtype), host)
+        self._engine._write_signals(self._engine.plan)
         self._graph.launch(stream=self._engine.stream)
         values = self._engine._read(self._plan.buffer("telemetry.values")).view(np.float32)
         return {name: float(values[i]) for i, name in enumerate(self._builder.reports)}

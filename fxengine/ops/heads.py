@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from fxengine.graphs import Family, Program, ProgramError, Tensor
 from fxengine.ops.checks import matrix, require, require_as, separate
 from fxengine.ops.dueling import atom_spacing
+from fxengine.ops.shares import beside_heads
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -218,8 +219,7 @@ def forward(
     heights = _heights(program.target, program.precision, sizes)
     if not heights:
         raise ProgramError(f"'{label}': no block of this device has room for {sizes} (heads.fits)")
-    # Few rows while that gives all blocks a place beside what else runs: two thirds of the device.
-    room = 2 * program.target.sm_count // 3
+    room = beside_heads(program.target)  # few rows while that gives all blocks a place
     height = next((h for h in heights if -(-rows // h) * siblings <= room), heights[-1])
     if compiled is None:
         compiled = program.target.kind == "cuda"

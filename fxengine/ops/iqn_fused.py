@@ -47,6 +47,7 @@ from fxengine.ops.iqn_sizes import (
     Weights,
     extents,
 )
+from fxengine.ops.shares import beside_heads
 
 if TYPE_CHECKING:
     from fxengine.driver import Target
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 # Columns of h2 that a block of the state's gradient owns, and rows of its chunks, of which it holds two.
 _STATE_COLUMNS = 128
 _STATE_ROWS = 32
-# Part of the device for that kernel: the heads' gradients run beside it.
-_STATE_SHARE = 2 / 3
 
 # Samples per multiprocessor up to which the gradient of h2 is made apart: beyond, the products that both launches make
 # cost more than the wait for the weight gradients.
@@ -63,9 +62,6 @@ _APART_SAMPLES = 2
 # Samples per multiprocessor up to which launches that nobody waits for yet leave half of the multiprocessors to others:
 # beyond, the step is made of such launches.
 _BESIDE_SAMPLES = 8
-# Part of the device for the forward by warpgroups: the heads, whose blocks need a multiprocessor each as well, run
-# beside it.
-_FORWARD_SHARE = 2 / 3
 
 _WARPS = 8  # of a block
 
@@ -146,7 +142,7 @@ def share_beside(target: Target, samples: int) -> float:
 def forward_share(target: Target, precision: str, sizes: Sizes, samples: int, quantiles: int) -> float:
     """Part of the device for the forward passes of a step, which the heads run beside."""
     if iqn_warpgroup.fits_warpgroup(target, precision, sizes, quantiles):
-        return _FORWARD_SHARE
+        return beside_heads(target) / target.sm_count
     return share_beside(target, samples)
 
 
@@ -401,7 +397,7 @@ def state_gradient(
             "ld_phi": weights.w_phi.ld,
             "ld_iq1": weights.w_iq1.ld,
             "samples": samples,
-            "slices": min(samples, max(1, int(_STATE_SHARE * program.target.sm_count) // parts)),
+            "slices": min(samples, max(1, beside_heads(program.target) // parts)),
         },
         reads=[*reads, weights.w_phi, weights.w_iq1],
         writes=[dh2],

@@ -78,10 +78,10 @@ class Walk:
         NaN. The same parameters and signals give the same trace.
         """
         engine, plan = self._engine, self._plan
-        trace, host = plan.buffer(self._trace), engine.signals.current()
+        trace = plan.buffer(self._trace)
         trace.fill_u32(0x7FFFFFFF)  # NaN
         engine._write(plan.buffer("collector.counters"), self._counters.view(np.uint8))
-        engine._write(plan.buffer("signals").view(0, host.shape, host.dtype), host)
+        engine._write_signals(plan)
         self._start.run(stream=engine.stream)
         for graph, times in ((self._chain, self._many), (self._graph, self._rest)):
             for _ in range(times):
