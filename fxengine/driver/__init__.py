@@ -18,7 +18,7 @@ from fxengine.driver.errors import (
     FxError,
     SimulatedDeviceWarning,
 )
-from fxengine.driver.maps import MAP_BYTES, tensor_map
+from fxengine.driver.maps import MAP_BYTES, TensorMaps, tensor_map
 from fxengine.driver.memory import Arena, Buffer, MappedBuffer, StridedBuffer
 from fxengine.driver.module import Arguments, Kernel, KernelAttributes, Module
 from fxengine.driver.parse import KernelSignature, Parameter, StructLayout, parse_source
@@ -59,6 +59,7 @@ __all__ = [
     "StridedBuffer",
     "StructLayout",
     "Target",
+    "TensorMaps",
     "cache_root",
     "capture",
     "compile_cubin",

@@ -28,6 +28,7 @@ from fxengine.driver.target import DeviceProperties, Target
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fxengine.driver.maps import TensorMaps
     from fxengine.driver.module import Module
 
 __all__ = ["Device"]
@@ -58,6 +59,7 @@ class Device:
         self._sanitize = sanitize
         self._lock = threading.RLock()
         self._modules: dict[str, Module] = {}
+        self._maps: TensorMaps | None = None
         self._owned: weakref.WeakSet[Resource] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, defer, self.core, _nothing)
         self._finalizer.atexit = False
@@ -219,6 +221,17 @@ class Device:
         with self.activate():
             getattr(self.driver, call)(*arguments)
 
+    @property
+    def tensor_maps(self) -> TensorMaps:
+        """Its tensor maps."""
+        from fxengine.driver.maps import TensorMaps
+
+        with self._lock:
+            if self._maps is None:
+                self.check_open()
+                self._maps = TensorMaps(self)
+            return self._maps
+
     def adopt(self, resource: Resource) -> None:
         """Close `resource` with this device, should it still be open then."""
         with self._lock:
@@ -242,6 +255,7 @@ class Device:
             self._closed = True
             owned = sorted(self._owned, key=lambda resource: resource.rank)
             self._modules.clear()
+            self._maps = None
         first: CudaError | None = None
         try:
             with self.capture_lock, self.core.current():

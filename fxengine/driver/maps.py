@@ -6,14 +6,22 @@ A kernel is given the address of a map in device memory and asks for boxes of th
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 from cuda.bindings import driver as cu
 from numpy.typing import NDArray
 
 from fxengine.driver.api import Driver
 from fxengine.driver.errors import FxError
+from fxengine.driver.memory import Arena, Buffer
 
-__all__ = ["BOX_COLUMNS", "MAP_BYTES", "tensor_map"]
+if TYPE_CHECKING:
+    from fxengine.driver.device import Device
+
+__all__ = ["BOX_COLUMNS", "MAP_BYTES", "TensorMaps", "tensor_map"]
 
 #: Bytes of a map; its address is a multiple of 64.
 MAP_BYTES = 128
@@ -21,6 +29,7 @@ MAP_BYTES = 128
 BOX_COLUMNS = 32
 _MOST_ROWS = 256
 _QUAD_BYTES = 16
+_PAGE = 512  # maps
 
 
 def tensor_map(
@@ -63,3 +72,43 @@ def tensor_map(
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return np.array([int(word) for word in encoded.opaque], np.uint64)
+
+
+class TensorMaps:
+    """The maps of a device in its memory, each once, in a place that is never written again while the device is open.
+
+    A multiprocessor keeps maps that it has used, and learns that one was written anew only from a fence in each block,
+    which takes longer than the copies. What never changes needs none.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._places: dict[bytes, int] = {}
+        self._page: Buffer | None = None
+        self._left = 0  # places in it
+
+    def place(self, maps: Sequence[NDArray[np.uint64]]) -> list[int]:
+        """Device addresses of maps (uint64 [16], from `tensor_map`); those that are new are copied. Waits.
+
+        Raises CudaError (CUDA_ERROR_OUT_OF_MEMORY) where the device is full.
+        """
+        keys = [words.tobytes() for words in maps]
+        with self._lock:
+            new = [key for key in dict.fromkeys(keys) if key not in self._places]
+            while new:
+                page = self._room()
+                first, now = _PAGE - self._left, new[: self._left]
+                run = page.view(first * MAP_BYTES, (len(now) * MAP_BYTES,), np.uint8)
+                run.write(np.frombuffer(b"".join(now), np.uint8))
+                self._places |= {key: run.address + i * MAP_BYTES for i, key in enumerate(now)}
+                self._left -= len(now)
+                new = new[len(now) :]
+            return [self._places[key] for key in keys]
+
+    def _room(self) -> Buffer:
+        """The page that has places left."""
+        if self._page is None or self._left == 0:
+            arena = Arena(self._device, f"tensor maps from {len(self._places)} on", _PAGE * MAP_BYTES)
+            self._page, self._left = arena.place("maps", (_PAGE * MAP_BYTES,), np.uint8), _PAGE
+        return self._page

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxengine.driver import (
-    MAP_BYTES,
     Arena,
     Arguments,
     Buffer,
@@ -252,7 +251,7 @@ class Plan:
         sources = {family: _source(family) for family in families}
         fused = [fused_source(node.parts) for node in self.nodes if len(node.parts) > 1]
         self.device.compile_all([*sources.values(), *fused])
-        self._encode_maps(guard)
+        self._place_maps()
         bound = [self._kernel(node, sources) for node in self.nodes]
         sizes = [table.nbytes for _, tables, _ in bound for table in tables]
         arena = self._arenas["tables"] = Arena(
@@ -278,14 +277,14 @@ class Plan:
             steps.append(Step(node, kernel, kernel.bind(*arguments), blocks, shared))
         return tuple(steps)
 
-    def _encode_maps(self, guard: bool) -> None:
-        """Put the tensor maps that records ask for into device memory, each once."""
+    def _place_maps(self) -> None:
+        """Put the tensor maps that records ask for into device memory."""
         values = (v for record in self.program.launches for field in record.fields.values() for v in entries(field))
         maps = {_map_key(v): v for v in values if isinstance(v, TensorMap)}
         if not maps:
             return
         with self.device.activate():
-            words = [
+            encoded = [
                 tensor_map(
                     self.device.driver,
                     self._address(v.tensor),
@@ -295,11 +294,7 @@ class Plan:
                 )
                 for v in maps.values()
             ]
-        size = len(maps) * MAP_BYTES
-        arena = self._arenas["maps"] = Arena(self.device, "maps", Arena.required((size,), guard=guard), guard=guard)
-        place = arena.place("maps", (size,), np.uint8)
-        place.write(np.concatenate(words).view(np.uint8))
-        self._maps = {key: place.address + MAP_BYTES * i for i, key in enumerate(maps)}
+        self._maps = dict(zip(maps, self.device.tensor_maps.place(encoded), strict=True))
 
     def _kernel(
         self, node: Node, sources: Mapping[Family, str | KernelSource]

@@ -42,16 +42,12 @@ def boxes(
     """A box of the first `columns` columns of a matrix, as it arrives in shared memory."""
     kernel = load(device, folder, KERNEL).kernel("fx_copy_boxes")
     rows, ld = matrix.shape
-    with (
-        Arena(device, "maps", Arena.required([matrix.nbytes, MAP_BYTES, 128 * box_rows])) as arena,
-        device.stream() as stream,
-    ):
+    with Arena(device, "boxes", Arena.required([matrix.nbytes, 128 * box_rows])) as arena, device.stream() as stream:
         x = arena.place("x", matrix.shape, np.float32)
         x.write(matrix)
         with device.activate():
             words = tensor_map(device.driver, x.address, (rows, columns), stride=4 * ld, box_rows=box_rows)
-        place = arena.place("map", words.shape, words.dtype)
-        place.write(words)
+        (place,) = device.tensor_maps.place([words])
         out = arena.place("out", (box_rows, 32), np.float32)
         shared = 128 * box_rows + 1024
         kernel.set_dynamic_shared(shared)
@@ -83,6 +79,20 @@ def test_boxes_are_rounded_and_end_with_the_matrix(
     found = boxes(warpgroups, tmp_path, matrix, columns, box_rows, row, column)
     kept = (found.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # what a product reads of it
     np.testing.assert_array_equal(kept, whole[row:, column:])
+
+
+def test_a_map_has_one_place_that_no_other_gets(device: Device) -> None:
+    maps = [np.full(16, i, np.uint64) for i in range(1_500)]  # some pages of them
+    before = device.tensor_maps.place(maps[:700])
+    again = device.tensor_maps.place([*maps[::-1], maps[3]])
+    assert again[-2::-1][:700] == before and again[-1] == before[3]
+    assert len(set(again)) == len(maps)
+    assert all(place % 64 == 0 for place in again)
+    with device.activate():
+        for i in (0, 511, 512, 699, 700, 1_499):
+            found = np.empty(16, np.uint64)
+            device.driver.cuMemcpyDtoH(found.ctypes.data, again[len(maps) - 1 - i], MAP_BYTES)
+            np.testing.assert_array_equal(found, maps[i])
 
 
 def test_what_no_map_describes_is_refused(device: Device) -> None:
