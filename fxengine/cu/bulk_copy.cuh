@@ -52,6 +52,13 @@ struct alignas(64) FxTensorMap {
 #endif
 };
 
+// Fetches a map that will be used soon.
+__device__ __forceinline__ void fx_bulk_prefetch_map(const FxTensorMap* map) {
+#if FX_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+#endif
+}
+
 // A copy of the phase that has begun: of the box whose first row and column are these, the column a multiple of 4, to a
 // multiple of 1,024.
 __device__ __forceinline__ void fx_bulk_copy_box(FxShared to, const FxTensorMap* map, int row, int column, u64* barrier) {

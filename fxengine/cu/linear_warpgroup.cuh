@@ -71,7 +71,8 @@ struct WarpgroupTile {
             FX_UNROLL
             for (int i = 0; i < STAGES; ++i) fx_bulk_barrier(barriers + i);
             if (count > 0) {
-                LinearBoxes first = source(0);
+                const LinearBoxes first = source(0);
+                fx_bulk_prefetch_map(first.a.map);
 #pragma unroll 1
                 for (; first.scale == nullptr && early < STAGES && early * BK < first.depth; ++early) {
                     feed.b = first.b;
