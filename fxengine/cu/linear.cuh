@@ -149,9 +149,10 @@ struct LinearBox {
 };
 typedef LinearSourceOf<LinearBox> LinearBoxes;
 
-// The first multiple of 1,024 in dynamic shared memory, from which on operands of warpgroups lie (wgmma.cuh).
+// The first multiple of 1,024 in dynamic shared memory, from which on operands of warpgroups lie (wgmma.cuh). A sum, so
+// that the compiler still knows which memory it is.
 __device__ __forceinline__ float* fx_linear_aligned(float4* dynamic) {
-    return reinterpret_cast<float*>((reinterpret_cast<u64>(dynamic) + 1023) & ~1023ull);
+    return reinterpret_cast<float*>(dynamic + (-reinterpret_cast<u64>(dynamic) & 1023) / sizeof(float4));
 }
 
 // A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for operands of warpgroups from a

@@ -18,12 +18,12 @@ struct WarpgroupTile {
     static constexpr int PART_A = 4 * BK * BM;         // of them before B
     static constexpr int SHARED = STAGES * STAGE / 4;
     static constexpr int WIDTH = 4;
-    static constexpr bool BY_ROWS = false;
+    static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
     static constexpr bool WHOLE = false;
     static constexpr bool MAPPED = true;
     static constexpr bool ROUNDED = true;
-    static_assert(BM % 64 == 0, "warpgroups");
+    static_assert(BM % 64 == 0 && SHARED >= BM * BN, "warpgroups");
 
     // Not zeros at first: they would have to be set, and then products wait for each other (fx_warpgroup_begin).
     struct Sums {
@@ -115,41 +115,25 @@ struct WarpgroupTile {
             use = use < STAGES - 1 ? use + 1 : 0;
         }
         fx_warpgroup_wait<BN>(sums.acc);
+        __syncthreads();  // no product reads its operands any more
         if (steps > 0) return;
         FX_UNROLL
         for (int i = 0; i < BN / 2; ++i) sums.acc[i / 4][i % 4] = 0.0f;
     }
 
-    // Of two neighbouring groups of 8 columns a lane has two sums of each row; it exchanges two with its neighbour, so that
-    // it has four of one group.
+    // Through shared memory: from registers, each run of outputs would have code of its own.
     template <int UNROLL, class Fetch, class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float*, Fetch fetch, Use use) {
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
         const int lane = static_cast<int>(threadIdx.x) & 31;
-        const bool odd = (lane & 1) != 0;
-        const int down = static_cast<int>(threadIdx.x) / 32 * 16 + (lane >> 2), right = 8 * (lane & 1) + 2 * (lane & 2);
+        const int row = static_cast<int>(threadIdx.x) / 32 * 16 + (lane >> 2), column = 2 * (lane & 3);
         FX_UNROLL
-        for (int first = 0; first < BN / 16; first += UNROLL) {
-            float more[UNROLL][2][4];
+        for (int j = 0; j < BN / 8; ++j) {
             FX_UNROLL
-            for (int i = 0; i < UNROLL; ++i) {
-                FX_UNROLL
-                for (int h = 0; h < 2; ++h) fetch(down + 8 * h, right + 16 * (first + i), more[i][h]);
-            }
-            FX_UNROLL
-            for (int i = 0; i < UNROLL; ++i) {
-                const float(&near)[4] = sums.acc[2 * (first + i)], (&far)[4] = sums.acc[2 * (first + i) + 1];
-                FX_UNROLL
-                for (int h = 0; h < 2; ++h) {
-                    float v[4];
-                    FX_UNROLL
-                    for (int e = 0; e < 2; ++e) {
-                        const float other = __shfl_xor_sync(0xffffffffu, odd ? near[2 * h + e] : far[2 * h + e], 1);
-                        v[e] = odd ? other : near[2 * h + e];
-                        v[2 + e] = odd ? far[2 * h + e] : other;
-                    }
-                    use(down + 8 * h, right + 16 * (first + i), v, more[i][h]);
-                }
+            for (int h = 0; h < 2; ++h) {
+                float* const to = shared + fx_linear_place<WarpgroupTile>(row + 8 * h, column + 8 * j);
+                *reinterpret_cast<float2*>(to) = make_float2(sums.acc[j][2 * h], sums.acc[j][2 * h + 1]);
             }
         }
+        fx_linear_reduce<WarpgroupTile, UNROLL>(shared, fetch, use);
     }
 };
