@@ -72,7 +72,7 @@ __device__ __forceinline__ void fx_bulk_copy_box(FxShared to, const FxTensorMap*
                 memcpy(&word, map->base + i * map->stride + 4 * j, 4);
                 if ((word & 0x7f800000u) != 0x7f800000u) word = (word + 0xfffu + (word >> 13 & 1)) & ~0x1fffu;
             }
-            memcpy(to + 128 * r + 4 * ((c ^ (r & 7) * 4) & 31), &word, 4);
+            memcpy(to + 128 * r + 4 * (c ^ (r & 7) * 4), &word, 4);
         }
     }
 #elif __CUDA_ARCH__ >= 900

@@ -60,14 +60,15 @@ __device__ __forceinline__ void fx_linear_forward_tile(const LinearForward& r, i
             biases[i] = r.b && column < r.n ? fx_global(r.b)[column] : 0.0f;
         }
     }
-    if constexpr (T::SINGLE || T::MAPPED) fetch_bias();
+    // Where it would cost registers that the product needs, behind it.
+    constexpr bool bias_first = T::SINGLE || T::MAPPED;
+    if constexpr (bias_first) fetch_bias();
     const auto ready = [&] {
         fx_wait();
         fx_trigger();
     };
     T::template add<false, true, true>(sums, r.k2 > 0 ? 2 : 1, segment, shared, ready);
-    // Before, it would cost registers that the product needs; those of warpgroups have enough.
-    if constexpr (T::BY_ROWS && !T::SINGLE && !T::MAPPED) fetch_bias();
+    if constexpr (T::BY_ROWS && !bias_first) fetch_bias();
     const LinearCorner<T> at = corner();
     // Out of the record, which would be read again after every store.
     const int rows = r.m - at.row, columns = r.n - at.column, ldy = r.ldy, activation = r.activation;

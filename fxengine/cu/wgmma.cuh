@@ -23,12 +23,9 @@
 #define FX_SUMS_16(j) FX_SUMS_8(j), FX_SUMS_8(j + 2)
 #define FX_SUMS_32(j) FX_SUMS_16(j), FX_SUMS_16(j + 4)
 #define FX_STEP_OF_A(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
-#define FX_OPERANDS                                                                                        \
-    FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), "l"(from), "l"(from + 2), "l"(from + 4), \
-        "l"(from + 6)
-#define FX_OPERANDS_SHARED                                                                                  \
-    "l"(from_a), "l"(from_a + 2), "l"(from_a + 4), "l"(from_a + 6), "l"(from), "l"(from + 2), "l"(from + 4), \
-        "l"(from + 6), "r"(scale)
+#define FX_STEPS_FROM(at) "l"(at), "l"(at + 2), "l"(at + 4), "l"(at + 6)
+#define FX_OPERANDS FX_STEP_OF_A(0), FX_STEP_OF_A(1), FX_STEP_OF_A(2), FX_STEP_OF_A(3), FX_STEPS_FROM(from)
+#define FX_OPERANDS_SHARED FX_STEPS_FROM(from_a), FX_STEPS_FROM(from), "r"(scale)
 #define FX_WGMMA(SHAPE, SUMS, A, B) \
     "wgmma.mma_async.sync.aligned." SHAPE ".f32.tf32.tf32 {" SUMS "}, {" A "}, " B ", p, 1, 1;\n"
 #define FX_WGMMA_SHARED(SHAPE, SUMS, A, B, ADD) \

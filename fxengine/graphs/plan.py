@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ class Plan:
         self._mapped: dict[str, MappedBuffer] = {}
         self._owned_mapped: dict[str, MappedBuffer] = {}
         self._buffers: dict[str, Buffer] = {}
-        self._maps: dict[Hashable, int] = {}
+        self._maps: dict[TensorMap, int] = {}
         self._cleared: Arena | None = None
         self._closed = False
         try:
@@ -280,7 +280,7 @@ class Plan:
     def _place_maps(self) -> None:
         """Put the tensor maps that records ask for into device memory."""
         values = (v for record in self.program.launches for field in record.fields.values() for v in entries(field))
-        maps = {_map_key(v): v for v in values if isinstance(v, TensorMap)}
+        maps = [v for v in values if isinstance(v, TensorMap)]
         if not maps:
             return
         with self.device.activate():
@@ -292,7 +292,7 @@ class Plan:
                     stride=v.tensor.ld * v.tensor.dtype.itemsize,
                     box_rows=v.box_rows,
                 )
-                for v in maps.values()
+                for v in maps
             ]
         self._maps = dict(zip(maps, self.device.tensor_maps.place(encoded), strict=True))
 
@@ -348,7 +348,7 @@ class Plan:
 
     def _address(self, value: Tensor | TensorMap) -> int:
         if isinstance(value, TensorMap):
-            return self._maps[_map_key(value)]
+            return self._maps[value]
         home = self._mapped if value.storage.arena == MAPPED else self._buffers
         return home[value.name].address + value.offset * value.dtype.itemsize
 
@@ -378,11 +378,6 @@ class Plan:
 def capture_sequence(plans: Sequence[Plan], *, stream: Stream) -> StepGraph:
     """Capture programs as one graph, each behind all of the one before it. The plans must stay open."""
     return _capture_all([(plan, range(len(plan.nodes))) for plan in plans], stream)
-
-
-def _map_key(value: TensorMap) -> Hashable:
-    t = value.tensor
-    return t.storage, t.offset, t.shape, t.ld, value.box_rows
 
 
 def _source(family: Family) -> str | KernelSource:

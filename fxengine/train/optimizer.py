@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import CONSTANTS, Family, Launch, Program, Tensor
-from fxengine.graphs.program import Value
+from fxengine.graphs.program import Value, tensors_of
 from fxengine.train.groups import ParamGroup
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
             return []
         last.setdefault(record, set()).add(_extent(parameter.grad))
     for record, due in last.items():
-        gradients = [t for t in (record.fields[name] for name in record.family.gradients) if isinstance(t, Tensor)]
+        gradients = [t for name in record.family.gradients for t in tensors_of(record.fields[name])]
         if any(t.storage is not group.grads.storage for t in gradients) or {_extent(t) for t in gradients} != due:
             return []
     return [record for record in program.launches if record in last]
