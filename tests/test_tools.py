@@ -223,6 +223,8 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert "bad.cu for sm_90" in shown.err and "blockIndex" in shown.err
     results = json.loads(shown.out)["results"]
     assert [len(result["kernels"]) for result in results] == [1, 0]
+    code = results[0]["kernels"][0]["code"]
+    assert code > 0 and f"{code / 1024:.1f}" in compile_kernels.table([compile_kernels.compile_one(str(good), "sm_90")])
 
 
 def test_spills_fail_unless_a_reason_is_written() -> None:
@@ -233,6 +235,10 @@ def test_spills_fail_unless_a_reason_is_written() -> None:
     (problem,) = compile_kernels.problems(results)
     assert "fx_b spills (8 bytes stored, 16 loaded" in problem
     assert "8/16" in compile_kernels.table(results)
+    sized = compile_kernels.Result("x.cu", "sm_90", (replace(usage("fx_a", 0), code=47_104),))
+    head, _, row = compile_kernels.table([sized, compile_kernels.Result("x.cu", "sm_80", ())]).splitlines()
+    assert row.split("|")[1].split() == ["255", "0", "0/0", "46.0"]
+    assert head.index("| sm_80") == row.rindex("|")
     assert compile_kernels.problems(results, {("fx_b", "sm_90"): "measured: faster"}) == []
     assert compile_kernels.problems(results, {("fx_b", "sm_80"): "another architecture"}) == [problem]
     assert len(compile_kernels.problems([compile_kernels.Result("empty.cu", "sm_90", ())])) == 1
@@ -240,7 +246,7 @@ def test_spills_fail_unless_a_reason_is_written() -> None:
     assert "fx_a has its products of warpgroups serialized" in compile_kernels.problems([slow])[0]
     dealt = compile_kernels.Result("x.cu", "sm_90", (usage("fx_iqn_warpgroup_backward", 0),))
     assert "takes 255 registers, not 128" in compile_kernels.problems([dealt])[0]
-    (other,) = compile_kernels.ONLY_SM_90 & {"linear_dx_warpgroup.cu"}
+    (other,) = set(compile_kernels.ONLY) & {"linear_dx_warpgroup.cu"}
     assert compile_kernels.problems([compile_kernels.Result(other, "sm_80", ())]) == []
     assert len(compile_kernels.problems([compile_kernels.Result(other, "sm_90", ())])) == 1
 

@@ -28,10 +28,17 @@ from fxengine.driver.source import KERNEL_FOLDER, KernelSource
 #: A data-centre and a consumer card of every generation that the project supports.
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-#: Files whose kernels are for the warpgroups of sm_90 alone; elsewhere they compile to nothing.
-ONLY_SM_90 = frozenset(
-    {"iqn_warpgroup.cu", "iqn_warpgroup_backward.cu", "linear_dx_warpgroup.cu", "linear_forward_warpgroup.cu"}
-)
+#: Heads of the columns of an architecture in the table.
+COLUMNS = "regs shared  spill st/ld   KiB"
+
+#: Files whose kernels are for some architectures alone, which have what they use; elsewhere they compile to nothing.
+ONLY: dict[str, tuple[str, ...]] = {
+    "iqn_warpgroup.cu": ("sm_90",),
+    "iqn_warpgroup_backward.cu": ("sm_90",),
+    "linear_dw_mapped.cu": ("sm_90", "sm_100", "sm_120"),
+    "linear_dx_warpgroup.cu": ("sm_90",),
+    "linear_forward_warpgroup.cu": ("sm_90",),
+}
 
 #: Registers that a kernel must have been given when it starts, because it deals them out anew.
 REGISTERS = {"fx_iqn_warpgroup_backward": 128}
@@ -104,7 +111,7 @@ def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] =
         where = f"{result.source} for {result.arch}"
         if result.error is not None:
             found.append(f"{where}: {result.error}")
-        elif not result.kernels and (result.arch == "sm_90" or result.source not in ONLY_SM_90):
+        elif not result.kernels and result.arch in ONLY.get(result.source, (result.arch,)):
             found.append(f"{where}: no kernel was found in the compiler's report")
         found += [
             f"{where}: {use.kernel} spills ({use.spill_stores} bytes stored, {use.spill_loads} loaded, "
@@ -127,24 +134,24 @@ def problems(results: Sequence[Result], allowed: Mapping[tuple[str, str], str] =
 
 
 def table(results: Sequence[Result]) -> str:
-    """Kernels by architectures: registers per thread, bytes of static shared memory, bytes spilled."""
+    """Kernels by architectures: registers per thread, bytes of static shared memory, bytes spilled, KiB of code."""
     archs = list(dict.fromkeys(result.arch for result in results))
     cells = {(use.kernel, result.arch): use for result in results for use in result.kernels}
     kernels = list(dict.fromkeys(kernel for kernel, _ in cells))
     width = max([len(kernel) for kernel in kernels] + [len("kernel")])
     lines = [
-        " ".join([" " * width, *(f"| {arch:<23}" for arch in archs)]).rstrip(),
-        " ".join([f"{'kernel':<{width}}", *(["| regs shared  spill st/ld"] * len(archs))]),
+        " ".join([" " * width, *(f"| {arch:<{len(COLUMNS)}}" for arch in archs)]).rstrip(),
+        " ".join([f"{'kernel':<{width}}", *([f"| {COLUMNS}"] * len(archs))]),
     ]
     for kernel in kernels:
         row = [f"{kernel:<{width}}"]
         for arch in archs:
             use = cells.get((kernel, arch))
             if use is None:
-                row.append(f"| {'-':<23}")
+                row.append(f"| {'-':<{len(COLUMNS)}}")
                 continue
             spill = f"{use.spill_stores}/{use.spill_loads}"
-            row.append(f"| {use.registers:>4} {use.shared:>6} {spill:>12}")
+            row.append(f"| {use.registers:>4} {use.shared:>6} {spill:>12} {use.code / 1024:>5.1f}")
         lines.append(" ".join(row))
     return "\n".join(lines)
 

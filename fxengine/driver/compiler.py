@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cuda.bindings import nvrtc
 
 from fxengine.driver.cache import DiskCache, cache_root
+from fxengine.driver.elf import sections
 from fxengine.driver.errors import CompileError, FxError
 from fxengine.driver.source import KernelSource
 
@@ -34,7 +35,7 @@ _CONTEXT = 2
 
 @dataclass(frozen=True)
 class KernelUsage:
-    """What ptxas reports of a kernel (bytes, except `registers` per thread and `barriers`)."""
+    """What a kernel takes, as ptxas reports it: bytes, except `registers` per thread and `barriers`."""
 
     kernel: str
     registers: int
@@ -45,6 +46,8 @@ class KernelUsage:
     shared: int
     serialized: bool = False
     """Whether ptxas made every product of a warpgroup wait for the one before."""
+    code: int = 0
+    """Machine code, as the cubin has it; 0 if only ptxas's report was read."""
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -82,10 +85,12 @@ def compile_cubin(source: KernelSource, arch: str, options: Sequence[str] = ()) 
 
 
 def compile_report(source: KernelSource, arch: str, options: Sequence[str] = ()) -> list[KernelUsage]:
-    """Registers, spills and shared memory of every kernel of `source` on `arch`, in order of name; not cached."""
+    """Registers, spills, shared memory and code of every kernel of `source` on `arch`, in order of name; not cached."""
     # NVRTC's own cache would skip ptxas, and with it the report.
     flags = _options(source, arch, (*options, "--ptxas-options=-v", "--no-cache"))
-    return resource_usage(_compile(source, flags)[1])
+    cubin, log = _compile(source, flags)
+    sizes = {section.name: section.size for section in sections(cubin)}
+    return [replace(usage, code=sizes[f".text.{usage.kernel}"]) for usage in resource_usage(log)]
 
 
 def resource_usage(log: str) -> list[KernelUsage]:

@@ -18,6 +18,7 @@ from fxengine.driver import (
     resource_usage,
     supported_archs,
 )
+from fxengine.driver.elf import sections
 from tests.driver.kernels import KERNELS
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -145,6 +146,31 @@ def test_report():
     assert (small.kernel, small.shared, small.spill_stores, small.stack) == ("fx_small", 256, 0, 0)
     assert 0 < small.registers <= 32 and small.barriers == 1
     assert array.kernel == "fx_array" and array.stack == 400
+    assert small.code > 0 and array.code > 0
+
+
+def test_code_is_what_the_cubin_has():
+    """That of each kernel by itself, in instructions of 16 bytes; ptxas's report alone does not say it."""
+    text = """
+    extern "C" __global__ void fx_copy(float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }
+    extern "C" __global__ void fx_many(float* x, float* y) {
+    #pragma unroll
+        for (int i = 0; i < 100; ++i) y[threadIdx.x + i * i] = x[threadIdx.x + i * i * i];
+    }
+    """
+    source = _source(text)
+    copy, many = compile_report(source, "sm_90")
+    assert 0 < copy.code < 100 * 16 and many.code > 200 * 16
+    assert copy.code % 16 == many.code % 16 == 0
+    cubin = compile_cubin(source, "sm_90").read_bytes()
+    found = {section.name: section for section in sections(cubin)}
+    assert [found[f".text.{use.kernel}"].size for use in (copy, many)] == [copy.code, many.code]
+    assert resource_usage("ptxas info    : Compiling entry function 'fx_a' for 'sm_80'\n")[0].code == 0
+
+
+def test_sections_of_other_files():
+    assert sections(b"") == sections(b"#!/bin/sh\n") == []
+    assert sections(b"\x7fELF\x02\x01" + bytes(58)) == []  # no section table
 
 
 def test_usage_of_both_log_formats():

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from fxengine.driver.elf import Section, sections
+
 __all__ = ["static_shared_bytes"]
 
 _SYMTAB, _RELA = 2, 4
@@ -21,31 +23,24 @@ _EXECUTABLE = 4
 def static_shared_bytes(object_file: Path, kernels: Iterable[str]) -> dict[str, int]:
     """Bytes of static shared memory that each kernel reaches; needs a 64-bit little-endian ELF object."""
     data = object_file.read_bytes()
-    if data[:6] != b"\x7fELF\x02\x01":
+    table = sections(data)
+    if not table:
         return dict.fromkeys(kernels, 0)
-    (table_offset,) = struct.unpack_from("<Q", data, 0x28)
-    entry_bytes, section_count, _ = struct.unpack_from("<HHH", data, 0x3A)
-    if section_count == 0:  # more than 65,279 sections: the count stands in the first header
-        (section_count,) = struct.unpack_from("<Q", data, table_offset + 0x20)
-    # (name, type, flags, address, offset, size, link, info, alignment, entry size)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table_offset + i * entry_bytes) for i in range(section_count)]
-    table = next(i for i, section in enumerate(sections) if section[1] == _SYMTAB)
-    symbols, names = _symbols(data, sections, table)
+    number = next(i for i, section in enumerate(table) if section.type == _SYMTAB)
+    symbols, names = _symbols(data, table, number)
     references: dict[int, list[int]] = {}
-    for section in sections:
-        if section[1] == _RELA and section[6] == table:
-            found = references.setdefault(section[7], [])
-            for at in range(section[4], section[4] + section[5], 24):
+    for section in table:
+        if section.type == _RELA and section.link == number:
+            found = references.setdefault(section.info, [])
+            for at in range(section.offset, section.offset + section.size, 24):
                 found.append(struct.unpack_from("<Q", data, at + 8)[0] >> 32)
-    return {kernel: _reachable(names.get(kernel, 0), sections, symbols, references) for kernel in kernels}
+    return {kernel: _reachable(names.get(kernel, 0), table, symbols, references) for kernel in kernels}
 
 
-def _symbols(
-    data: bytes, sections: list[tuple[int, ...]], table: int
-) -> tuple[list[tuple[int, int, int]], dict[str, int]]:
-    """(type, section, size) of every symbol, and the section of every named one."""
-    offset, size, link = sections[table][4], sections[table][5], sections[table][6]
-    strings = sections[link][4]
+def _symbols(data: bytes, table: list[Section], number: int) -> tuple[list[tuple[int, int, int]], dict[str, int]]:
+    """(type, section, size) of every symbol of section `number`, and the section of every named one."""
+    offset, size, link = table[number].offset, table[number].size, table[number].link
+    strings = table[link].offset
     symbols, names = [], {}
     for at in range(offset, offset + size, 24):
         name, info, _, section, _, length = struct.unpack_from("<IBBHQQ", data, at)
@@ -58,7 +53,7 @@ def _symbols(
 
 def _reachable(
     start: int,
-    sections: list[tuple[int, ...]],
+    table: list[Section],
     symbols: list[tuple[int, int, int]],
     references: dict[int, list[int]],
 ) -> int:
@@ -69,7 +64,7 @@ def _reachable(
             if kind == _TLS:
                 if section != 0:  # undefined: a variable of the runtime
                     shared.add(index)
-            elif section not in seen and section < len(sections) and sections[section][2] & _EXECUTABLE:
+            elif section not in seen and section < len(table) and table[section].flags & _EXECUTABLE:
                 seen.add(section)
                 pending.append(section)
     return sum(symbols[index][2] for index in shared)
