@@ -31,6 +31,14 @@ __device__ __forceinline__ void fx_shared_load(float (&v)[4], FxShared from) {
 #endif
 }
 
+__device__ __forceinline__ void fx_shared_load(float& x, FxShared from) {
+#if FX_DEVICE
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from));
+#else
+    x = *reinterpret_cast<const float*>(from);
+#endif
+}
+
 __device__ __forceinline__ void fx_shared_load(float& x, float& y, FxShared from) {
 #if FX_DEVICE
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from));

@@ -24,6 +24,8 @@
 //   again is.
 //
 // fx_iqn_gradients: sums of the slices in their order, = or +=; squares[tile] = sum of squares of the tile's results.
+//   Where the backward makes the last layer's gradients too (iqn_warpgroup_backward.cu), theirs have partial sums of
+//   their own.
 #include "iqn_fused_tile.cuh"
 #include "squares.cuh"
 
@@ -63,17 +65,22 @@ struct IqnBackward {
 struct IqnGradients {
     int first_tile;
     int tiles;
-    const float* partial;  // as above
-    float* dw_iq1;         // [width, features]
-    float* dw_phi;         // [features, cosines]
-    float* db_phi;         // [features]
-    float* db_iq1;         // [width]
-    double* squares;       // [tiles] or null
-    int ld_iq1;            // floats between rows
+    const float* partial;      // as above
+    const float* partial_iq2;  // [slices, outputs * width + outputs]: shares of dw_iq2, db_iq2
+    float* dw_iq1;             // [width, features]
+    float* dw_phi;             // [features, cosines]
+    float* db_phi;             // [features]
+    float* db_iq1;             // [width]
+    float* dw_iq2;             // [outputs, width]
+    float* db_iq2;             // [outputs]
+    double* squares;           // [tiles] or null
+    int ld_iq1;                // floats between rows
     int ld_phi;
+    int ld_iq2;
     int cosines;
     int features;
     int width;
+    int outputs;               // 0 without the last layer
     int slices;
     int accumulate;
 };
@@ -593,12 +600,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) fx_iqn_backward_bf16_16(con
     iqn_backward<2, 16>(table, count, shared);
 }
 
-// Number `at` of the gradients, in the order of `partial`.
-__device__ __forceinline__ float iqn_gradient(const IqnGradients& r, int at, int all) {
-    const int iq1 = r.width * r.features, phi = r.features * r.cosines;
+// Sum of the slices' numbers `at`, of `all`.
+__device__ __forceinline__ float iqn_sum_of_slices(const float* partial, int slices, int all, int at) {
     float total = 0.0f;
 #pragma unroll 11
-    for (int slice = 0; slice < r.slices; ++slice) total += r.partial[static_cast<long long>(slice) * all + at];
+    for (int slice = 0; slice < slices; ++slice) total += partial[static_cast<long long>(slice) * all + at];
+    return total;
+}
+
+// Number `at` of the gradients, in the order of `partial` and then of `partial_iq2`.
+__device__ __forceinline__ float iqn_gradient(const IqnGradients& r, int at, int first, int last) {
+    const int iq1 = r.width * r.features, phi = r.features * r.cosines, iq2 = r.outputs * r.width;
+    const bool is_last = at >= first;
+    float total = iqn_sum_of_slices(is_last ? r.partial_iq2 : r.partial, r.slices, is_last ? last : first,
+                                    is_last ? at - first : at);
     float* to;
     if (at < iq1) {
         to = r.dw_iq1 + static_cast<long long>(at / r.features) * r.ld_iq1 + at % r.features;
@@ -606,8 +621,12 @@ __device__ __forceinline__ float iqn_gradient(const IqnGradients& r, int at, int
         to = r.dw_phi + static_cast<long long>((at - iq1) / r.cosines) * r.ld_phi + (at - iq1) % r.cosines;
     } else if (at < iq1 + phi + r.features) {
         to = r.db_phi + (at - iq1 - phi);
-    } else {
+    } else if (at < first) {
         to = r.db_iq1 + (at - iq1 - phi - r.features);
+    } else if (at < first + iq2) {
+        to = r.dw_iq2 + static_cast<long long>((at - first) / r.width) * r.ld_iq2 + (at - first) % r.width;
+    } else {
+        to = r.db_iq2 + (at - first - iq2);
     }
     if (r.accumulate != 0) total += *to;
     *to = total;
@@ -618,11 +637,12 @@ __device__ __forceinline__ float iqn_gradient(const IqnGradients& r, int at, int
 extern "C" __global__ void __launch_bounds__(256) fx_iqn_gradients(const IqnGradients* table, int count) {
     int tile;
     const IqnGradients r = fx_record(table, count, tile);
-    const int all = r.width * r.features + r.features * r.cosines + r.features + r.width;
+    const int first = r.width * r.features + r.features * r.cosines + r.features + r.width;
+    const int last = r.outputs * (r.width + 1);
     const int at = tile * 256 + static_cast<int>(threadIdx.x);
     FxSquares squares;
     fx_wait();
     fx_trigger();
-    if (at < all) squares.add(iqn_gradient(r, at, all));
+    if (at < first + last) squares.add(iqn_gradient(r, at, first, last));
     fx_squares_store<256>(r.squares, tile, squares);
 }

@@ -161,9 +161,9 @@ def _heads(f: Mapping[str, Any]) -> float:
 
 def _iqn_backward(f: Mapping[str, Any]) -> float:
     """phi again, the gradient of what it is mixed with, and where they are wanted the weights' gradients."""
-    first, second = f["cosines"] * f["features"], f["features"] * f["width"]
-    weights = first + second if f["partial"] else 0
-    return 2.0 * f["rows"] * (first + second + f["width"] * f["outputs"] + weights)
+    first, second, last = f["cosines"] * f["features"], f["features"] * f["width"], f["width"] * f["outputs"]
+    weights = (first + second if f["partial"] else 0) + (last if f.get("partial_iq2") else 0)
+    return 2.0 * f["rows"] * (first + second + last + weights)
 
 
 def _iqn_state(f: Mapping[str, Any]) -> float:

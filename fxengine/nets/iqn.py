@@ -119,20 +119,22 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         wanted = None
         accumulate_gradients = False
         if gradients.wants("w_iq1"):
-            reached = {
-                name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2")
-            }
+            reached = {name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")}
+            last = {name: gradients.parameter(name) for name in ("w_iq2", "b_iq2")}
             accumulate_gradients = reached["w_iq1"][1]
-            wanted = iqn_fused.WeightGradients(*(reached[name][0] for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")))
-            linear.backward_dw(
-                p.program,
-                dtheta,
-                stored,
-                reached["w_iq2"][0],
-                reached["b_iq2"][0],
-                accumulate=accumulate_gradients,
-                label=f"{gradients.prefix}theta.dw",
-            )
+            if iqn_fused.makes_last_layer(target, precision, net.sizes, tau.shape[1]):
+                reached |= last
+            else:
+                linear.backward_dw(
+                    p.program,
+                    dtheta,
+                    stored,
+                    last["w_iq2"][0],
+                    last["b_iq2"][0],
+                    accumulate=accumulate_gradients,
+                    label=f"{gradients.prefix}theta.dw",
+                )
+            wanted = iqn_fused.WeightGradients(**{name: gradient for name, (gradient, _) in reached.items()})
         given = (p.program, dtheta, tau, h, weights, stored)
         name = f"{gradients.prefix}iqn.bwd"
         into_h: dict[str, Any] = {}
@@ -148,7 +150,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
         share = 1.0
         if apart:
             iqn_fused.state_gradient(*given, **into_h, name=f"{name}.dh2")
-            into_h, share = {}, iqn_fused.share_beside(target, samples)
+            into_h, share = {}, iqn_fused.WEIGHTS_SHARE
         iqn_fused.backward(
             *given,
             **into_h,

@@ -3,9 +3,12 @@
     if iqn_fused.fits(program.target, program.precision, sizes):
         iqn_fused.forward(program, tau, h2, weights, theta, hidden=hidden)
     if iqn_fused.fits_backward(program.target, program.precision, sizes, quantiles):
-        linear.backward_dw(program, dtheta, hidden, dw_iq2, db_iq2)
+        last = dw_iq2, db_iq2
+        if not iqn_fused.makes_last_layer(program.target, program.precision, sizes, quantiles):
+            linear.backward_dw(program, dtheta, hidden, *last)
+            last = None, None
         iqn_fused.backward(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn, readiness=readiness,
-                           gradients=iqn_fused.WeightGradients(dw_phi, db_phi, dw_iq1, db_iq1), name="iqn")
+                           gradients=iqn_fused.WeightGradients(dw_phi, db_phi, dw_iq1, db_iq1, *last), name="iqn")
 
     if iqn_fused.apart(program.target, batch) and iqn_fused.fits_state(program.target, program.precision, sizes):
         iqn_fused.state_gradient(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn,
@@ -13,8 +16,8 @@
 
 What the separate layers of `iqn` and `linear` pass through memory stays in registers and shared memory here. Operands
 of every product are rounded to tf32 or bf16, sums are float32 in fixed order, as there; the cosines are good to 1e-6.
-Whether a device and a shape are served is a pure function: `fits`, `fits_backward`, `fits_state`. What is not served
-goes through the separate layers.
+Whether a device and a shape are served is a pure function: `fits`, `fits_backward`, `fits_state`, `makes_last_layer`.
+What is not served goes through the separate layers.
 
 The rest of a backward pass waits for the gradient of h2, but not for those of the weights. Where samples are few and a
 step is a chain of short launches, `state_gradient` makes the former alone, and `backward` runs beside the chain.
@@ -59,7 +62,9 @@ _STATE_ROWS = 32
 # Samples per multiprocessor up to which the gradient of h2 is made apart: beyond, the products that both launches make
 # cost more than the wait for the weight gradients.
 _APART_SAMPLES = 2
-# Samples per multiprocessor up to which launches that nobody waits for yet leave half of the multiprocessors to others:
+#: Part of the device for the weight gradients where that of h2 is made apart, which has the other two thirds first.
+WEIGHTS_SHARE = 1 / 3
+# Samples per multiprocessor up to which forward passes not made by warpgroups leave half of the multiprocessors to others:
 # beyond, the step is made of such launches.
 _BESIDE_SAMPLES = 8
 
@@ -73,12 +78,14 @@ _OLDEST_ARCH = 80  # mma.sync of tf32 and bf16
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Float32 gradients of the parameters of the same names, in their shapes."""
+    """Float32 gradients of the parameters of the same names, in their shapes; for the last see `makes_last_layer`."""
 
     w_phi: Tensor
     b_phi: Tensor
     w_iq1: Tensor
     b_iq1: Tensor
+    w_iq2: Tensor | None = None
+    b_iq2: Tensor | None = None
 
 
 def forward_shared(precision: str, sizes: Sizes) -> int:
@@ -119,6 +126,12 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_rows(target, precision, sizes, quantiles) > 0
 
 
+def makes_last_layer(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
+    """Whether `backward` makes the gradients of w_iq2 and b_iq2 too; else they take a `linear.backward_dw`."""
+    by_warpgroups = iqn_warpgroup.fits_warpgroup_backward(target, precision, sizes, quantiles)
+    return by_warpgroups and iqn_warpgroup.reaches_last_layer(sizes)
+
+
 def state_shared(precision: str) -> int:
     """Bytes of dynamic shared memory of a block of `state_gradient`: cosines and hidden gradients of two chunks."""
     return 2 * _STATE_ROWS * (MAX_COSINES + MAX_WIDTH) * (2 if precision == "bf16" else 4)
@@ -134,16 +147,11 @@ def apart(target: Target, samples: int) -> bool:
     return samples <= _APART_SAMPLES * target.sm_count
 
 
-def share_beside(target: Target, samples: int) -> float:
-    """Part of the device for launches that have time: weight gradients apart from that of h2."""
-    return 0.5 if samples <= _BESIDE_SAMPLES * target.sm_count else 1.0
-
-
 def forward_share(target: Target, precision: str, sizes: Sizes, samples: int, quantiles: int) -> float:
     """Part of the device for the forward passes of a step, which the heads run beside."""
     if iqn_warpgroup.fits_warpgroup(target, precision, sizes, quantiles):
         return beside_heads(target) / target.sm_count
-    return share_beside(target, samples)
+    return 0.5 if samples <= _BESIDE_SAMPLES * target.sm_count else 1.0
 
 
 def forward(
@@ -236,7 +244,9 @@ def backward(
     warpgroups: bool | None = None,
     name: str,
 ) -> None:
-    """Append the gradients of `forward`, but for those of w_iq2 and b_iq2 (`linear.backward_dw` of dtheta and hidden).
+    """Append the gradients of `forward`; those of w_iq2 and b_iq2 where `makes_last_layer` says so.
+
+    Elsewhere these are a `linear.backward_dw` of dtheta and hidden.
 
     Args:
         program: program to append to; its precision is tf32 or bf16.
@@ -257,10 +267,11 @@ def backward(
         share: part of the device's multiprocessors to work on.
         warpgroups: make the products by warpgroups, with packed weights (default: where
             `iqn_warpgroup.fits_warpgroup_backward` says so).
-        name: label, and beginning of the tensor declared here, `<name>.partial`.
+        name: label, and beginning of the tensors declared here, `<name>.partial` and `<name>.partial_iq2`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, or `fits_backward` says no.
+        ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, `fits_backward` says no, or gradients of
+            the last layer are given that are not made.
     """
     sizes = weights.sizes
     fields, reads = _gradient(
@@ -285,52 +296,55 @@ def backward(
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
         height, family = iqn_warpgroup.WARPGROUP_ROWS, iqn_warpgroup.warpgroup_backward_family()
         w_phi, w_iq1 = iqn_warpgroup.packed_for_backward(program, weights)
+        fields |= {"partial_iq2": 0}
+        makes_last = iqn_warpgroup.reaches_last_layer(sizes)
     else:
         height = backward_rows(program.target, program.precision, sizes, quantiles)
         _require_served(height > 0, program, shape, name, "fits_backward")
         family = _backward_family(program.precision, height)
         w_phi, w_iq1 = weights.w_phi, weights.w_iq1
         fields |= {"ld_phi": w_phi.ld, "ld_iq1": w_iq1.ld}
+        makes_last = False
     parts = -(-sizes.features // BACKWARD_COLUMNS)
     slices = max(1, min(-(-rows // max(height, quantiles)), int(program.target.sm_count * share) // parts))
     total = sizes.width * sizes.features + sizes.features * sizes.cosines + sizes.features + sizes.width
-    partial = program.tensor(f"{name}.partial", (slices, total)) if gradients is not None else None
+    wanted = _wanted(gradients, weights, makes_last, name)
+    last = "w_iq2" in wanted
+    partials = {}
+    if wanted:
+        partials["partial"] = program.tensor(f"{name}.partial", (slices, total))
+    if last:
+        partials["partial_iq2"] = program.tensor(f"{name}.partial_iq2", (slices, sizes.outputs * (sizes.width + 1)))
     program.launch(
         family,
-        {**fields, "w_phi": w_phi, "w_iq1": w_iq1, "partial": partial or 0, "rows": rows, "slices": slices},
+        {**fields, "w_phi": w_phi, "w_iq1": w_iq1, "partial": 0, **partials, "rows": rows, "slices": slices},
         reads=[*reads, w_phi, w_iq1],
-        writes=[dh2, partial],
+        writes=[dh2, *partials.values()],
         label=name,
     )
-    if gradients is None or partial is None:
+    if not wanted:
         return
-    wanted = [gradients.w_iq1, gradients.w_phi, gradients.b_phi, gradients.b_iq1]
-    for role, gradient, parameter in zip(
-        ("dw_iq1", "dw_phi", "db_phi", "db_iq1"),
-        wanted,
-        (weights.w_iq1, weights.w_phi, weights.b_phi, weights.b_iq1),
-        strict=True,
-    ):
-        require_as(gradient, parameter.shape, role, f"the parameter is {parameter.shape}", name)
     program.launch(
         GRADIENTS,
         {
-            "partial": partial,
-            "dw_iq1": gradients.w_iq1,
-            "dw_phi": gradients.w_phi,
-            "db_phi": gradients.b_phi,
-            "db_iq1": gradients.b_iq1,
+            "partial_iq2": 0,
+            **partials,
+            "dw_iq2": 0,
+            "db_iq2": 0,
+            **{f"d{role}": gradient for role, gradient in wanted.items()},
             "squares": 0,
-            "ld_iq1": gradients.w_iq1.ld,
-            "ld_phi": gradients.w_phi.ld,
+            "ld_iq1": wanted["w_iq1"].ld,
+            "ld_phi": wanted["w_phi"].ld,
+            "ld_iq2": wanted["w_iq2"].ld if last else 0,
             "cosines": sizes.cosines,
             "features": sizes.features,
             "width": sizes.width,
+            "outputs": sizes.outputs if last else 0,
             "slices": slices,
             "accumulate": int(accumulate_gradients),
         },
-        reads=[partial, *(wanted if accumulate_gradients else [])],
-        writes=wanted,
+        reads=[*partials.values(), *(wanted.values() if accumulate_gradients else [])],
+        writes=list(wanted.values()),
         label=f"{name}.dw",
     )
 
@@ -457,6 +471,23 @@ def _gradient(
     return fields, [dtheta, tau, h2, hidden, *parameters, weight, readiness, dh2 if accumulate else None]
 
 
+def _wanted(gradients: WeightGradients | None, weights: Weights, makes_last: bool, name: str) -> dict[str, Tensor]:
+    """The gradients that are asked for, by the names of their parameters. Checks them."""
+    if gradients is None:
+        return {}
+    last = {"w_iq2": gradients.w_iq2, "b_iq2": gradients.b_iq2}
+    given = {role: gradient for role, gradient in last.items() if gradient is not None}
+    if len(given) == 1:
+        raise ValueError(f"'{name}': w_iq2 and b_iq2 have gradients together, got that of {next(iter(given))} alone")
+    if given and not makes_last:
+        raise ValueError(f"'{name}': gradients of w_iq2 and b_iq2 are not made here (see makes_last_layer)")
+    wanted = {role: getattr(gradients, role) for role in ("w_iq1", "w_phi", "b_phi", "b_iq1")} | given
+    for role, gradient in wanted.items():
+        shape = getattr(weights, role).shape
+        require_as(gradient, shape, f"d{role}", f"the parameter is {shape}", name)
+    return wanted
+
+
 def _in_range(target: Target, precision: str, sizes: Sizes) -> bool:
     """What all kernels ask: tensor cores, a precision for them, and no more than they have room for."""
     if precision not in ("tf32", "bf16") or sizes.cosines > MAX_COSINES or sizes.width > MAX_WIDTH:
@@ -471,7 +502,8 @@ def _blocks(fields: Mapping[str, Any]) -> int:
 
 def _gradient_tiles(fields: Mapping[str, Any]) -> int:
     features, width = int(fields["features"]), int(fields["width"])
-    return -(-(features * (width + int(fields["cosines"]) + 1) + width) // 256)
+    last = int(fields["outputs"]) * (width + 1)
+    return -(-(features * (width + int(fields["cosines"]) + 1) + width + last) // 256)
 
 
 #: Sums of the partial weight gradients; like all weight gradients nothing but the optimizer waits for them.
@@ -482,7 +514,7 @@ GRADIENTS = Family(
     "IqnGradients",
     tiles=_gradient_tiles,
     late=True,
-    gradients=("dw_iq1", "dw_phi", "db_phi", "db_iq1"),
+    gradients=("dw_iq1", "dw_phi", "db_phi", "db_iq1", "dw_iq2", "db_iq2"),
     squares=_gradient_tiles,
 )
 
@@ -569,6 +601,8 @@ class ReferenceGradients:
     b_phi: NDArray[np.float64]
     w_iq1: NDArray[np.float64]
     b_iq1: NDArray[np.float64]
+    w_iq2: NDArray[np.float64]
+    b_iq2: NDArray[np.float64]
     h2: NDArray[np.float64]
 
 
@@ -595,6 +629,8 @@ def reference_backward(
         b_phi=dphi.sum(axis=0),
         w_iq1=linear.reference_dw(rounded(dhidden), rounded(found.mixed))[0],
         b_iq1=dhidden.sum(axis=0),
+        w_iq2=linear.reference_dw(rounded(dtheta), rounded(found.hidden))[0],
+        b_iq2=np.asarray(dtheta, np.float64).sum(axis=0),
         h2=dh2,
     )
 

@@ -32,8 +32,11 @@ WARPGROUP_ROWS = 32
 _FORWARD_GROUPS = 3
 _FORWARD_ROWS = 64
 
-# Dynamic shared memory of a block of the backward: w_phi, two tiles, phi, hidden numbers, w_iq2, dtheta, h2, b_phi
-# (IqnLayout), aligned.
+# Outputs of which a block of the backward can make the last layer's gradients.
+_LAST_OUTPUTS = 8
+
+# Dynamic shared memory of a block of the backward: w_phi, two tiles, phi, hidden numbers, w_iq2, dtheta, h2, b_phi,
+# tau, db_iq2 (IqnLayout), aligned.
 _WARPGROUP_BACKWARD_SHARED = (
     512 * MAX_COSINES
     + 16 * WARPGROUP_ROWS * (MAX_COSINES + MAX_WIDTH)
@@ -41,6 +44,8 @@ _WARPGROUP_BACKWARD_SHARED = (
     + 64 * MAX_WIDTH
     + 8 * WARPGROUP_ROWS * BACKWARD_OUTPUTS
     + (WARPGROUP_ROWS + 4) * BACKWARD_COLUMNS
+    + 8 * WARPGROUP_ROWS
+    + 64 * BACKWARD_OUTPUTS
     + 1024
 )
 
@@ -75,6 +80,11 @@ def warpgroup_backward_shape(target: Target, precision: str, sizes: Sizes, quant
     tiles = quantiles % 8 == 0 and (WARPGROUP_ROWS % quantiles == 0 or quantiles % WARPGROUP_ROWS == 0)
     fits = target.shared_memory_optin >= _WARPGROUP_BACKWARD_SHARED + 2 * STATIC
     return precision == "tf32" and whole and sizes.outputs <= BACKWARD_OUTPUTS and tiles and fits
+
+
+def reaches_last_layer(sizes: Sizes) -> bool:
+    """Whether the blocks of the backward that see the same rows are enough to make the last layer's gradients too."""
+    return sizes.outputs <= _LAST_OUTPUTS * (sizes.features // BACKWARD_COLUMNS)
 
 
 def forward_blocks(rows: int, room: int) -> int:

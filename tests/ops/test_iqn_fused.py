@@ -208,7 +208,7 @@ def backward(
     warpgroups: bool | None = None,
     name: str = "iqn",
 ) -> dict[str, Tensor]:
-    """Appends forward and backward; the gradients, which hold 0.5 before."""
+    """Appends forward and backward; the gradients, which hold 0.5 before: of the last layer too where they are made."""
     sizes = net.sizes
     if iqn_fused.fits(net.program.target, net.program.precision, sizes):
         theta, hidden = net.output("theta", sizes.outputs), net.output("hidden", sizes.width)
@@ -216,7 +216,8 @@ def backward(
     else:  # what `backward` serves all the same
         hidden = net.data("hidden", net.reference(net.program.precision).hidden.astype(np.float32))
     found = {}
-    for role in ("w_phi", "b_phi", "w_iq1", "b_iq1", "h2"):
+    last = ("w_iq2", "b_iq2") if warpgroups and iqn_warpgroup.reaches_last_layer(sizes) else ()
+    for role in ("w_phi", "b_phi", "w_iq1", "b_iq1", *last, "h2"):
         before = np.full(net.arrays[role].shape, 0.5, np.float32)
         found[role] = net.program.tensor(f"grad.{role}", before.shape, arena="state", data=before)
     scales = [
@@ -280,15 +281,21 @@ def test_backward_against_float64(
         (5, 96, iqn_fused.Sizes(64, 128, 128, 13), 0, True),
         (1, 8, iqn_fused.Sizes(64, 128, 128, 3), 0, False),
         (40, 32, iqn_fused.Sizes(64, 128, 128, 12), 0, False),  # ten tiles per slice on a small device
+        (37, 8, iqn_fused.Sizes(32, 256, 128, 9), 1, True),
+        (9, 32, iqn_fused.Sizes(32, 128, 128, 8), 0, True),  # one block makes all of the last layer
+        (5, 16, iqn_fused.Sizes(32, 384, 128, 11), 0, False),  # columns of three blocks, and of four
+        (45, 8, iqn_fused.Sizes(32, 512, 128, 16), 2, True),
     ],
 )
 def test_backward_by_warpgroups(
     warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int, accumulate: bool
 ) -> None:
+    """Against float64, with the last layer where enough blocks see the same rows."""
     net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
     dtheta = np.random.default_rng(5).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
     gradients = backward(net, dtheta, activation="elu", accumulate=accumulate, warpgroups=True)
     found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
+    assert ("w_iq2" in found) == ("b_iq2" in found) == (sizes.outputs <= sizes.features // 16)
     expected = iqn_fused.reference_backward(
         dtheta, net.arrays["tau"], net.arrays["h2"], net.parameters, scale=0.375, precision="tf32"
     )
@@ -319,9 +326,25 @@ def test_what_is_not_wanted_of_warpgroups_is_not_written(warpgroups: Device, qua
     )
     np.testing.assert_array_equal(states["h2"], everything["h2"])
     np.testing.assert_array_equal(weights["h2"], 0.5)
-    for name in ("w_phi", "b_phi", "w_iq1", "b_iq1"):
+    for name in ("w_phi", "b_phi", "w_iq1", "b_iq1", "w_iq2", "b_iq2"):
         np.testing.assert_array_equal(weights[name], everything[name])
         np.testing.assert_array_equal(states[name], 0.5)
+
+
+def test_nan_stays_with_its_output_in_the_last_layer(warpgroups: Device) -> None:
+    """And numbers beyond the outputs are not seen: they are NaN behind the rows of dtheta and hidden."""
+    sizes, found = replace(SMALL, features=256, outputs=11), []
+    for sick in (None, 2, 9):
+        net = Net(warpgroups, "tf32", batch=5, quantiles=8, sizes=sizes, pad=1)
+        dtheta = np.random.default_rng(3).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
+        if sick is not None:
+            dtheta[21, sick] = np.nan
+        gradients = backward(net, dtheta, warpgroups=True)
+        found.append(net.run(gradients["w_iq2"], gradients["b_iq2"]))
+    for sick, ill in zip((2, 9), found[1:], strict=True):
+        for a, b in zip(found[0], ill, strict=True):
+            assert np.isnan(b[sick]).all()
+            np.testing.assert_array_equal(np.delete(b, sick, axis=0), np.delete(a, sick, axis=0))
 
 
 @pytest.mark.parametrize("scale", [(0.0, 1.0), (1.0, 0.0)])
@@ -502,6 +525,12 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
     assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
     assert not iqn_warpgroup.fits_warpgroup_backward(ampere, "tf32", usual, 32)
+    assert iqn_fused.makes_last_layer(hopper, "tf32", usual, 32)
+    assert iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128, outputs=8), 32)
+    assert not iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128), 32)
+    assert not iqn_fused.makes_last_layer(hopper, "bf16", usual, 32)
+    assert not iqn_fused.makes_last_layer(hopper, "tf32", usual, 48)
+    assert not iqn_fused.makes_last_layer(ampere, "tf32", usual, 32)
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
@@ -522,6 +551,25 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
     with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
         backward(Net(device, "tf32"), np.zeros((48, SIZES.outputs), np.float32), warpgroups=True)
+    for roles, reason in (
+        (("w_iq2", "b_iq2"), r"are not made here \(see makes_last_layer\)"),
+        (("b_iq2",), r"together, got that of b_iq2 alone"),
+    ):
+        net = Net(device, "tf32")
+        like = {name: net.program.tensor(f"grad.{name}", array.shape) for name, array in net.parameters.items()}
+        own = iqn_fused.WeightGradients(**{n: t for n, t in like.items() if "iq2" not in n or n in roles})
+        with pytest.raises(ValueError, match=reason):
+            iqn_fused.backward(
+                net.program,
+                net.data("dtheta", np.zeros((net.rows, SIZES.outputs), np.float32)),
+                net.tensors["tau"],
+                net.tensors["h2"],
+                net.weights,
+                net.data("hidden", np.zeros((net.rows, SIZES.width), np.float32)),
+                gradients=own,
+                warpgroups=False,
+                name="iqn",
+            )
 
 
 CONFIG = StepConfig(
@@ -561,7 +609,7 @@ def test_a_step_as_with_separate_layers(device: Device, precision: str, monkeypa
 def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks forward and backward, and products with packed weights, in one step."""
     config = replace(CONFIG, h2=128, iqn_cos=32, iqn_h=128, iqn_quantiles=16, iqn_target_quantiles=16)
-    for module in (linear, iqn_warpgroup, linear_tiles):  # the simulated device runs them if it is asked to
+    for module in (iqn_warpgroup, linear_tiles):  # the simulated device runs them if it is asked to
         monkeypatch.setattr(module, "has_warpgroups", lambda target: True)
     with monkeypatch.context() as mapped:
         mapped.setattr(
@@ -569,7 +617,16 @@ def test_a_step_by_warpgroups_as_with_separate_layers(warpgroups: Device, monkey
             "choose_tile",
             lambda *sizes, precision, aligned, **options: "w64x64" if precision == "tf32" and aligned else "32x32",
         )
+        mapped.setattr(
+            linear,
+            "choose_dw",
+            lambda *sizes, precision, aligned, **options: (
+                "m64x64" if precision == "tf32" and aligned else "32x32",
+                1,
+            ),
+        )
         fused, launches = whole_step(warpgroups, "tf32", config)
+    assert launches["linear_dw_tf32_m64x64"]
     assert launches["iqn_warpgroup_tf32"] == launches["iqn_warpgroup_backward_tf32"] == 1
     assert launches["pack"] and launches["linear_forward_tf32_w64x64"] and launches["linear_dx_tf32_w64x64"]
     monkeypatch.setattr(nets_iqn, "_is_fused", lambda p, config: False)

@@ -238,7 +238,6 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_fused.fits_state(hopper, "tf32", iqn_fused.Sizes(65, 256, 128, 12))
     assert not iqn_fused.fits_state(hopper, "tf32", iqn_fused.Sizes(64, 256, 129, 12))
     assert iqn_fused.apart(hopper, 256) and not iqn_fused.apart(hopper, 1024)
-    assert [iqn_fused.share_beside(hopper, n) for n in (64, 1024, 4096)] == [0.5, 0.5, 1.0]
     for target, shares in ((hopper, [2 / 3, 2 / 3]), (card, [0.5, 1.0])):
         assert [iqn_fused.forward_share(target, "tf32", USUAL, n, 32) for n in (64, 4096)] == shares
     assert not iqn_fused.apart(Target.of("sim"), 256)
