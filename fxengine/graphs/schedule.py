@@ -74,7 +74,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     """Nodes of a program in a valid order of execution.
 
     Two records depend on each other when one writes what the other reads or writes; the earlier one in the program
-    goes first. Records of one family and level share a launch. Records of a `late` family wait until just before
+    goes first. Records of one family and level share a launch, but for those that would let others wait. Records of a
+    `late` family wait until just before
     their first reader, which brings all weight gradients into one launch; those of another launch, if all have time,
     wait for the next launch of their family.
 
@@ -87,12 +88,13 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
     levels = _together(records, before, _levels(records, before))
     clears = any(s.arena == ZEROED for s in program.storages.values())
 
-    groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
+    aside = _aside(records, before, levels)
+    groups: dict[tuple[int, Family, bool], list[int]] = defaultdict(list)
     for i, record in enumerate(records):
-        groups[levels[i], record.family].append(i)
+        groups[levels[i], record.family, i in aside].append(i)
     launches: list[list[tuple[Part, list[int]]]] = []
     shared: dict[int, list[tuple[Part, list[int]]]] = {}
-    for (level, family), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0])):
+    for (level, family, _), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0])):
         part = Part(family, tuple(records[i] for i in members))
         if fuses is not None and fuses(part):
             if level not in shared:
@@ -289,6 +291,26 @@ def _together(records: Sequence[Launch], before: Sequence[set[int]], levels: Seq
             for j in before[i]:
                 latest[j] = min(latest[j], levels[i] - 1)
     return levels
+
+
+def _aside(records: Sequence[Launch], before: Sequence[set[int]], levels: Sequence[int]) -> set[int]:
+    """Records that can wait a level, and for which the others of their launch, some of which are on a longest path,
+    would have to wait for one launch more: they get a launch of their own."""
+    height = _heights(before)
+    longest = max((level + above for level, above in zip(levels, height, strict=True)), default=0)
+    groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
+    behind: list[set[tuple[int, Family]]] = []  # of each record, the groups that come before it, directly or not
+    for i, record in enumerate(records):
+        groups[levels[i], record.family].append(i)
+        behind.append({(levels[j], records[j].family) for j in before[i]}.union(*(behind[j] for j in before[i])))
+    aside = set[int]()
+    for (level, family), members in groups.items():
+        hurried = [i for i in members if level + height[i] == longest]
+        if family.late or not hurried:
+            continue
+        known = set[tuple[int, Family]]().union(*(behind[i] for i in hurried))
+        aside |= {i for i in members if level + height[i] < longest and not behind[i] <= known}
+    return aside
 
 
 def _transitive_reduction(after: Sequence[set[int]]) -> list[set[int]]:

@@ -80,6 +80,11 @@ def test_disjoint_columns_and_rows_of_one_matrix_are_independent(program: Progra
     assert m.rows(0, 3).region().overlaps(m.rows(2, 4).region())
     assert m.columns(2, 4).region().overlaps(m.rows(1, 2).region())
     assert a.region().overlaps(a.region())
+    later = program.tensor("later", (48,)).rows(3, 43).reshape(4, 10)  # begins within what would be a row
+    assert not later.columns(0, 8).region().overlaps(later.columns(8, 10).region())
+    assert not later.columns(8, 10).region().overlaps(later.columns(0, 8).region())
+    assert later.columns(0, 8).region().overlaps(later.columns(7, 10).region())
+    assert later.columns(7, 10).region().overlaps(later.columns(0, 8).region())
 
 
 def test_a_node_does_not_begin_before_who_writes_what_it_reads_early(program: Program) -> None:
@@ -120,6 +125,29 @@ def test_what_has_time_joins_the_next_launch_of_its_family(program: Program, nee
     nodes = schedule(program)
     found = {n.label: n.level for n in nodes if n.name == "other"}
     assert found == ({"b->f, b->g": 0, "c->h": 1} if needed else {"b->f, b->g, c->h": 1})
+
+
+@pytest.mark.parametrize("other", [True, False])
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_who_can_wait_lets_the_longest_path_not_wait_for_more(program: Program, other: bool, levels: int) -> None:
+    """A record that waits for another launch besides and can wait a level gets a launch of its own."""
+    a, x, y, z, w, v, u, p, q, r = vectors(program, "axyzwvupqr")
+    chain(program, x, y, a)
+    chain(program, x, z, a, family=OTHER if other else CHAIN)
+    chain(program, y, w, a, label="hurried")
+    chain(program, z, v, a, label="waits")
+    chain(program, w, u, a)
+    chain(program, u, p, a)
+    if levels == 0:  # needed at once: both are on a longest path
+        chain(program, v, q, a, family=OTHER)
+        chain(program, q, r, a, family=OTHER)
+    elif levels == 1:
+        chain(program, v, p, a, family=OTHER)
+    nodes = schedule(program)
+    apart = [{"hurried"}, {"waits"}] if other and levels else [{"hurried", "waits"}]
+    assert [labels for n in nodes if (labels := {r.label for r in n.records} & {"hurried", "waits"})] == apart
+    (hurried,) = (n for n in nodes if "hurried" in n.label)
+    assert len(hurried.after) == (2 if other and not levels else 1)
 
 
 @pytest.mark.parametrize("needed", [False, True])
