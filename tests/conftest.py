@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fxengine.driver import Device, DeviceNotFound
-from fxengine.ops.linear_tiles import has_warpgroups
+from fxengine.ops.linear_tiles import has_mapped, has_warpgroups
 
 settings.register_profile(
     "fxengine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -34,4 +34,12 @@ def warpgroups(device: Device) -> Device:
     """The device, if it runs the kernels of warpgroups."""
     if device.kind == "cuda" and not has_warpgroups(device.target):
         pytest.skip(f"{device.label} has no warpgroups")
+    return device
+
+
+@pytest.fixture
+def tensor_maps(device: Device) -> Device:
+    """The device, if its copy engine reads tensor maps."""
+    if device.kind == "cuda" and not has_mapped(device.target, "dw"):
+        pytest.skip(f"{device.label} has no tensor maps")
     return device

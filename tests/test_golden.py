@@ -10,7 +10,7 @@ import pytest
 from fxengine.driver import Device, Target
 from fxengine.golden import GoldenFile
 from fxengine.ops import linear
-from fxengine.ops.linear_tiles import choose_tile
+from fxengine.ops.linear_tiles import choose_dw, choose_tile
 from fxengine.verify import Outcome, verify
 from tests.support import planned_for
 
@@ -69,14 +69,20 @@ def test_reduced_precision(device: Device, name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["cold_odd", "full"])
 def test_warpgroups_in_every_layer(warpgroups: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of warpgroups, which large batches alone would choose: of all sizes, with all that a step does."""
+    """The tiles of warpgroups, which large batches alone would choose, and those of weight gradients that read by tensor
+    maps: of all sizes, with all that a step does."""
 
     def choose(*sizes: Any, precision: str, aligned: bool, **options: Any) -> str:
         if precision == "tf32" and aligned:
             return "w64x64"
         return choose_tile(*sizes, precision=precision, aligned=aligned, **options)
 
+    def choose_weights(*sizes: Any, precision: str, aligned: bool, **options: Any) -> tuple[str, int]:
+        name, slices = choose_dw(*sizes, precision=precision, aligned=aligned, **options)
+        return ("m64x64" if precision == "tf32" and aligned else name), slices
+
     monkeypatch.setattr(linear, "choose_tile", choose)
+    monkeypatch.setattr(linear, "choose_dw", choose_weights)
     outcome = _verify(name, warpgroups, "tf32")
     assert outcome.failed == [], _worst(outcome)
 

@@ -6,6 +6,7 @@
 // fails where a thread waits for a phase that nobody has begun.
 #pragma once
 #include "copy_async.cuh"
+#include "mma.cuh"
 
 // By one thread; the others may use the barrier behind the next barrier of the block.
 __device__ __forceinline__ void fx_bulk_barrier(u64* barrier) {
@@ -39,8 +40,8 @@ __device__ __forceinline__ void fx_bulk_copy(FxShared to, const float* from, int
 }
 
 // How a float32 matrix lies in memory and how boxes of it, so many rows of 32 numbers, are to be copied (driver/maps.py):
-// rounded to tf32, ties to even; as wgmma.cuh wants an operand; what lies outside of the matrix as 0. On a GPU a
-// CUtensorMap.
+// rounded to tf32, ties to even, or as they are; as wgmma.cuh wants an operand; what lies outside of the matrix as 0. On a
+// GPU a CUtensorMap.
 struct alignas(64) FxTensorMap {
 #if FX_DEVICE
     u64 opaque[16];
@@ -49,6 +50,7 @@ struct alignas(64) FxTensorMap {
     u64 stride;  // bytes from one row to the next
     unsigned columns, rows;
     unsigned box;  // rows of it
+    unsigned rounded;
 #endif
 };
 
@@ -70,7 +72,7 @@ __device__ __forceinline__ void fx_bulk_copy_box(FxShared to, const FxTensorMap*
             unsigned word = 0;
             if (i < map->rows && j < map->columns) {
                 memcpy(&word, map->base + i * map->stride + 4 * j, 4);
-                if ((word & 0x7f800000u) != 0x7f800000u) word = (word + 0xfffu + (word >> 13 & 1)) & ~0x1fffu;
+                if (map->rounded != 0) word = fx_tf32_even(__uint_as_float(word));
             }
             memcpy(to + 128 * r + 4 * (c ^ (r & 7) * 4), &word, 4);
         }

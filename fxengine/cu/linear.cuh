@@ -13,8 +13,9 @@
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::WHOLE                  whether all tiles of the record are whole and all rows aligned (LinearWhole)
-//     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh), INNER in either kernel: then
-//                               sources are LinearBoxes, and none is scaled (backward_dx scales the weights)
+//     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh): then sources are LinearBoxes, and
+//                               none is scaled (backward_dx scales the weights). In forward and dx both are INNER, and
+//                               after `add` the Sums say by `any` whether a source was not left out
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
@@ -170,7 +171,7 @@ __device__ __forceinline__ float* fx_linear_shared() {
 }
 
 // The corner of a block's tile, on demand: kept through a large product it would cost registers that the product needs,
-// so there it is worked out again.
+// so there it is worked out again, unless tensor maps leave registers over.
 template <class T>
 struct LinearCornerAgain {
     int columns, tile;
@@ -178,7 +179,7 @@ struct LinearCornerAgain {
     __device__ __forceinline__ LinearCornerAgain(int columns_, int tile_)
         : columns(columns_), tile(tile_), kept(columns_, tile_) {}
     __device__ __forceinline__ LinearCorner<T> operator()() const {
-        if constexpr (T::SINGLE) return kept;
+        if constexpr (T::SINGLE || T::MAPPED) return kept;
         return LinearCorner<T>(columns, fx_linear_again(tile));
     }
 };

@@ -16,7 +16,7 @@
 struct LinearDw {
     int first_tile;
     int tiles;
-    const float* dy;    // [m, n]
+    const float* dy;    // [m, n]; for tiles that read by tensor maps, here and in the next two, the address of its map
     const float* x;     // [m, k]
     const float* x2;    // [m, k2], null if k2 is 0
     float* dw;          // [n, k + k2]
@@ -41,8 +41,8 @@ struct LinearDw {
 template <class T>
 struct LinearDwTile {
     int index, slice, n0, column0, columns;
-    const float* x;
-    int ldx;
+    const float* x;  // from column `from` on
+    int ldx, from;
 
     __device__ __forceinline__ LinearDwTile(const LinearDw& r, int tile) {
         const int first = (r.k + T::BN - 1) / T::BN;
@@ -52,11 +52,11 @@ struct LinearDwTile {
         slice = tile / all;
         n0 = index / across * T::BM;
         const bool second = index % across >= first;
-        column0 = (index % across - (second ? first : 0)) * T::BN;
-        columns = (second ? r.k2 : r.k) - column0;
-        x = fx_global(second ? r.x2 : r.x) + column0;
+        from = (index % across - (second ? first : 0)) * T::BN;
+        columns = (second ? r.k2 : r.k) - from;
+        x = second ? r.x2 : r.x;
         ldx = second ? r.ldx2 : r.ldx;
-        column0 += second ? r.k : 0;
+        column0 = from + (second ? r.k : 0);
     }
 };
 
@@ -112,9 +112,14 @@ __device__ __forceinline__ void fx_linear_dw_sums(const LinearDw& r, int tile, t
     const int begin = from < r.m ? static_cast<int>(from) : r.m;
     const int end = r.m - begin < length ? r.m : begin + length;
     const auto slice = [&](int) {
-        return LinearSource{{fx_global(r.dy) + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0},
-                            {t.x + static_cast<long long>(begin) * t.ldx, t.ldx, t.columns},
-                            end - begin};
+        if constexpr (T::MAPPED) {
+            return LinearBoxes{{r.dy, t.n0, begin}, {t.x, t.from, begin}, end - begin};
+        } else {
+            const float* const x = fx_global(t.x) + static_cast<long long>(begin) * t.ldx + t.from;
+            return LinearSource{{fx_global(r.dy) + static_cast<long long>(begin) * r.lddy + t.n0, r.lddy, r.n - t.n0},
+                                {x, t.ldx, t.columns},
+                                end - begin};
+        }
     };
     const auto ready = [] {
         fx_wait();

@@ -57,8 +57,10 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
         fx_wait();
         fx_trigger();
         if (r.activation == FX_NONE) return;
-        const int lane = static_cast<int>(threadIdx.x) & 31;  // each looks at one source's scale
-        if (lane < r.sources) factor = r.scale[lane] ? *r.scale[lane] : 1.0f;
+        if constexpr (!T::MAPPED) {
+            const int lane = static_cast<int>(threadIdx.x) & 31;  // each looks at one source's scale
+            if (lane < r.sources) factor = r.scale[lane] ? *r.scale[lane] : 1.0f;
+        }
         if constexpr (T::SINGLE) {
             const LinearCorner<T> at = corner();
             const LinearRun<T> run;
@@ -68,7 +70,12 @@ __device__ __forceinline__ void fx_linear_dx_tile(const LinearDx& r, int tile, f
         }
     };
     T::template add<false, true, false>(sums, r.sources, source, shared, ready);
-    const bool any = __any_sync(0xffffffffu, factor != 0.0f);
+    bool any;
+    if constexpr (T::MAPPED) {
+        any = r.activation != FX_NONE && sums.any;
+    } else {
+        any = __any_sync(0xffffffffu, factor != 0.0f);
+    }
     const LinearCorner<T> at = corner();
     // Out of the record, which would be read again after every store.
     const int rows = r.m - at.row, columns = r.k - at.column, lddx = r.lddx, ldx = r.ldx, activation = r.activation;

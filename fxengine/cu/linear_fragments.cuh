@@ -9,9 +9,12 @@
 #include "mma.cuh"
 
 // The word of the WORD numbers at v, neighbouring k of one row.
-template <int WORD>
+template <int WORD, bool ROUND = true>
 __device__ __forceinline__ unsigned fx_linear_word(const float* v) {
-    if constexpr (WORD == 1) {
+    if constexpr (!ROUND) {
+        static_assert(WORD == 1, "one number");
+        return __float_as_uint(v[0]);
+    } else if constexpr (WORD == 1) {
         return fx_tf32(v[0]);
     } else {
         return fx_bf16x2(v[0], v[1]);
@@ -19,15 +22,15 @@ __device__ __forceinline__ unsigned fx_linear_word(const float* v) {
 }
 
 // The lane's four k of one row, as words.
-template <int WORD>
+template <int WORD, bool ROUND = true>
 __device__ __forceinline__ void fx_linear_words(unsigned (&w)[4 / WORD], const float (&v)[4]) {
     FX_UNROLL
-    for (int e = 0; e < 4 / WORD; ++e) w[e] = fx_linear_word<WORD>(v + e * WORD);
+    for (int e = 0; e < 4 / WORD; ++e) w[e] = fx_linear_word<WORD, ROUND>(v + e * WORD);
 }
 
 // acc += the product over a panel of 16 k. a(i, v) and b(i, v) give the lane's numbers of rows 16 i + 2 g + h of an
-// operand, v[h][k].
-template <int WORD, int M, int N, class A, class B>
+// operand, v[h][k]. ROUND: they are not rounded yet.
+template <int WORD, bool ROUND = true, int M, int N, class A, class B>
 __device__ __forceinline__ void fx_linear_panel(float (&acc)[M][N][4], A a, B b) {
     constexpr int STEPS = 2 / WORD;
     unsigned fb[N][STEPS][2];
@@ -38,7 +41,7 @@ __device__ __forceinline__ void fx_linear_panel(float (&acc)[M][N][4], A a, B b)
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             unsigned w[4 / WORD];
-            fx_linear_words<WORD>(w, v[h]);
+            fx_linear_words<WORD, ROUND>(w, v[h]);
             FX_UNROLL
             for (int e = 0; e < 4 / WORD; ++e) fb[j + h][e / 2][e % 2] = w[e];
         }
@@ -51,7 +54,7 @@ __device__ __forceinline__ void fx_linear_panel(float (&acc)[M][N][4], A a, B b)
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             unsigned w[4 / WORD];
-            fx_linear_words<WORD>(w, v[h]);
+            fx_linear_words<WORD, ROUND>(w, v[h]);
             FX_UNROLL
             for (int e = 0; e < 4 / WORD; ++e) fa[0][e / 2][h + e % 2 * 2] = w[e];
         }
@@ -80,4 +83,21 @@ __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4],
         }
     }
     fx_linear_reduce<T, UNROLL>(shared, fetch, use);
+}
+
+// The sum over k of row threadIdx.x of A, of a tile whose warps have M x 16 rows from `row` on: those that `have` the sums
+// of their lanes' k of rows 16 i + 2 g + h.
+template <class T, int M>
+__device__ __forceinline__ float fx_linear_warp_rows(const float (&sums)[M][2], int row, bool have, float* shared) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    __syncthreads();
+    if (have) {
+        float* part = shared + (lane & 3) * T::BM + row + 2 * (lane >> 2);
+        FX_UNROLL
+        for (int i = 0; i < M; ++i) {
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) part[16 * i + h] = sums[i][h];
+        }
+    }
+    return fx_linear_parts_sum<T>(shared, 4);
 }

@@ -245,16 +245,6 @@ struct StagedTile {
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
         const Place at;
-        const int lane = static_cast<int>(threadIdx.x) & 31;
-        __syncthreads();
-        if (at.column == 0) {
-            float* part = shared + (lane & 3) * BM + at.row + 2 * (lane >> 2);
-            FX_UNROLL
-            for (int i = 0; i < WM / 16; ++i) {
-                FX_UNROLL
-                for (int h = 0; h < 2; ++h) part[16 * i + h] = sums.row[i][h];
-            }
-        }
-        return fx_linear_parts_sum<StagedTile>(shared, 4);
+        return fx_linear_warp_rows<StagedTile>(sums.row, at.row, at.column == 0, shared);
     }
 };

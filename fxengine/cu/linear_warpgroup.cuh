@@ -28,25 +28,27 @@ struct WarpgroupTile {
     // Not zeros at first: they would have to be set, and then products wait for each other (fx_warpgroup_begin).
     struct Sums {
         float acc[BN / 8][4];
+        bool any;  // set by add: a source was not left out
         __device__ __forceinline__ Sums() {}
     };
 
     // The stages of all sources, one after another, as one thread asks for them.
     struct Feed {
         LinearBox a, b;
-        int left = 0;   // of the depth of the source that a and b read
-        int begun = 0;  // sources
+        int left = 0;          // of the depth of the source that a and b read
+        unsigned waiting = 0;  // sources that have not begun, a bit each
 
         template <class Source>
-        __device__ __forceinline__ bool next(int count, Source source) {
+        __device__ __forceinline__ bool next(Source source) {
             a.k += BK;
             b.k += BK;
             left -= BK;
-            while (left <= 0 && begun < count) {
-                const LinearBoxes s = source(begun++);
+            if (left <= 0 && waiting != 0) {
+                const LinearBoxes s = source(__ffs(static_cast<int>(waiting)) - 1);
+                waiting &= waiting - 1;
                 a = s.a;
                 b = s.b;
-                left = s.factor() != 0.0f ? s.depth : 0;
+                left = s.depth;
             }
             return left > 0;
         }
@@ -82,19 +84,23 @@ struct WarpgroupTile {
             }
         }
         ready();
+        // Each lane looks at one source (at most 16): all scales are under way at once.
+        const int lane = static_cast<int>(threadIdx.x) & 31;
+        int steps = 0;
+        if (lane < count) {
+            const LinearBoxes s = source(lane);
+            if (s.factor() != 0.0f) steps = (s.depth + BK - 1) / BK;
+        }
+        feed.waiting = __ballot_sync(0xffffffffu, steps > 0);
         if (feeds) {
 #pragma unroll 1
-            for (int i = 0; i < STAGES && feed.next(count, source); ++i) {
+            for (int i = 0; i < STAGES && feed.next(source); ++i) {
                 if (i >= early) feed.fetch_b(stages + i * STAGE, barriers + i);
                 feed.fetch_a(stages + i * STAGE, barriers + i);
             }
         }
-        int steps = 0;
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const LinearBoxes s = source(i);
-            if (s.factor() != 0.0f) steps += (s.depth + BK - 1) / BK;
-        }
+        steps = __reduce_add_sync(0xffffffffu, steps);
+        sums.any = steps > 0;
         __syncthreads();
         const int rows = static_cast<int>(threadIdx.x) / 128 * 64 * 4 * BK;  // of the warpgroup, in bytes
         int use = 0, parity = 0;  // the stage that is used next
@@ -106,7 +112,7 @@ struct WarpgroupTile {
             fx_warpgroup_begin<BN>(sums.acc, stage + rows, stage + PART_A, n > 0);
             fx_warpgroup_wait_but_one();
             __syncthreads();
-            if (feeds && n > 0 && feed.next(count, source)) {
+            if (feeds && n > 0 && feed.next(source)) {
                 feed.fetch_b(stages + used * STAGE, barriers + used);
                 feed.fetch_a(stages + used * STAGE, barriers + used);
             }

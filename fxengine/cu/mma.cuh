@@ -23,6 +23,18 @@ __device__ __forceinline__ unsigned fx_tf32(float x) {
     return max(fx_tf32_made(x), __float_as_uint(x));
 }
 
+// Round to nearest, ties to even, as the copy engine does (bulk_copy.cuh). Since sm_90.
+__device__ __forceinline__ unsigned fx_tf32_even(float x) {
+#if FX_DEVICE && __CUDA_ARCH__ >= 900
+    unsigned word;
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    return word;
+#else
+    const unsigned word = __float_as_uint(x);
+    return (word & 0x7f800000u) == 0x7f800000u ? word : (word + 0xfffu + (word >> 13 & 1)) & ~0x1fffu;
+#endif
+}
+
 // Round to nearest even, both.
 __device__ __forceinline__ unsigned fx_bf16x2(float low, float high) {
 #if FX_DEVICE

@@ -33,11 +33,11 @@ _PAGE = 512  # maps
 
 
 def tensor_map(
-    driver: Driver, address: int, shape: tuple[int, int], *, stride: int, box_rows: int
+    driver: Driver, address: int, shape: tuple[int, int], *, stride: int, box_rows: int, rounded: bool = True
 ) -> NDArray[np.uint64]:
     """The map of a float32 matrix, uint64 [16], to be copied to device memory.
 
-    Boxes are rounded to tf32 on their way, to nearest, ties to even; what lies outside of the matrix arrives as 0.
+    What lies outside of the matrix arrives as 0.
 
     Args:
         driver: of the device.
@@ -45,6 +45,7 @@ def tensor_map(
         shape: rows and columns.
         stride: bytes from one row to the next.
         box_rows: rows of a box, 1 to 256.
+        rounded: boxes are rounded to tf32 on their way, to nearest, ties to even.
 
     Raises:
         FxError: address or stride are no multiples of 16, or there is no such box.
@@ -58,8 +59,9 @@ def tensor_map(
     if not 1 <= box_rows <= _MOST_ROWS:
         raise FxError(f"a box of {box_rows} rows, expected 1 to {_MOST_ROWS}")
     rows, columns = shape
+    kinds = driver.CUtensorMapDataType
     encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+        kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if rounded else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         2,
         address,
         [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],

@@ -291,6 +291,7 @@ class Plan:
                     (v.tensor.shape[0], v.tensor.shape[1]),
                     stride=v.tensor.ld * v.tensor.dtype.itemsize,
                     box_rows=v.box_rows,
+                    rounded=v.rounded,
                 )
                 for v in maps
             ]

@@ -142,10 +142,12 @@ class TensorMap:
     Attributes:
         tensor: the matrix, `aligned`.
         box_rows: rows of a box.
+        rounded: boxes are rounded to tf32.
     """
 
     tensor: Tensor
     box_rows: int
+    rounded: bool = True
 
     def __post_init__(self) -> None:
         t = self.tensor
@@ -173,9 +175,8 @@ class Region:
         if self._end() <= other.start or other._end() <= self.start:
             return False
         if self.rows > 1 and other.rows > 1 and self.stride == other.stride:
-            a, b = self.start % self.stride, other.start % self.stride
-            wraps = a + self.width > self.stride or b + other.width > self.stride
-            return wraps or (a < b + other.width and b < a + self.width)
+            further = (other.start - self.start) % self.stride  # within a row that begins where this one does
+            return further < self.width or further + other.width > self.stride
         return True
 
     def _end(self) -> int:

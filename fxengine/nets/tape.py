@@ -275,17 +275,26 @@ class Tape:
                 return
             dw, accumulate = gradients.parameter(w)
             db = gradients.parameter(b)[0] if b is not None else None
-            linear.backward_dw(
-                self.program,
-                dy,
-                x,
-                dw,
-                db,
-                accumulate=accumulate,
-                label=f"{gradients.prefix}{name}.dw",
-                precision=precision,
-                outputs=self.groups.count,
-            )
+
+            def add(x: linear.Input, to: Tensor, bias: Tensor | None, suffix: str = "") -> None:
+                linear.backward_dw(
+                    self.program,
+                    dy,
+                    x,
+                    to,
+                    bias,
+                    accumulate=accumulate,
+                    label=f"{gradients.prefix}{name}.dw{suffix}",
+                    precision=precision,
+                    outputs=self.groups.count,
+                )
+
+            if not isinstance(x, tuple) or not x[0].aligned or x[1].aligned:
+                return add(x, dw, db)
+            # A part of a few columns whose rows are not aligned would keep the other from tiles that ask for that.
+            first = x[0].shape[1]
+            add(x[0], dw.columns(0, first), db)
+            add(x[1], dw.columns(first, dw.shape[1]), None, ".x2")
 
         self.record(backward)
         if gradient_siblings is not None:

@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor, TensorMap, Value
 from fxengine.ops.checks import describe, separate
-from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_warpgroups, tiles_of
+from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_mapped, tiles_of
 from fxengine.ops.pack import transpose
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ SOURCES = 16
 # would make the whole level wait.
 _LARGE_TILE = 64 * 64
 
+# By kind, where the kernels of tiles that read by tensor maps are.
+_MAPPED_SOURCES = {"forward": "warpgroup", "dx": "warpgroup", "dw": "mapped"}
+
 _OLDEST_TENSOR_ARCH = 80  # mma.sync of tf32 and bf16
 
 
@@ -70,7 +73,7 @@ def _families(
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
         return Family(
             f"{stem}_{name}",
-            source=f"linear_{kind}_warpgroup.cu" if tile.warpgroups else f"{stem}.cu",
+            source=f"linear_{kind}_{_MAPPED_SOURCES[kind]}.cu" if tile.mapped else f"{stem}.cu",
             kernel=f"fx_{stem}_{name}",
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
@@ -148,7 +151,7 @@ def forward(
     if tile is None and beside is not None:
         shared = choose_tile(program.target, m, *beside, precision=mode, aligned=aligned)
         tile = None if FORWARD[mode][shared].alone else shared
-    name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
+    name = _tile(label, program.target, FORWARD, "forward", mode, tile) or choose_tile(
         program.target, m, n, k, precision=mode, siblings=siblings, aligned=aligned
     )
     shape, tensors = TILES[mode][name], (x1, x2, w, b, y)
@@ -169,14 +172,8 @@ def forward(
         "accumulate": int(accumulate),
         "whole": int(_whole(*sizes, tensors=tensors)),
     }
-    if shape.warpgroups:
-        if not aligned:
-            given = [t for t in (x1, x2, w) if t is not None]
-            raise ProgramError(
-                f"linear '{label}': tile {name!r} reads by tensor maps, but x is {_shapes(x1, x2)} and w {describe(w)} "
-                f"with row strides {[t.ld for t in given]} and offsets {[t.offset for t in given]}; expected multiples "
-                "of 4 elements, also of the columns of the first x"
-            )
+    if shape.mapped:
+        _require_aligned(label, name, aligned, x=x1, x2=x2, w=w)
         fields |= {
             "x": TensorMap(x1, shape.rows),
             "x2": 0 if x2 is None else TensorMap(x2, shape.rows),
@@ -245,11 +242,11 @@ def backward_dx(
         x = None
     mode = _precision(label, precision or program.precision, program.target)
     aligned = _aligned(*(dy_i for dy_i, _, _ in sources))
-    name = _tile(label, program.target, DX, mode, tile) or choose_tile(
+    name = _tile(label, program.target, DX, "dx", mode, tile) or choose_tile(
         program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings, aligned=aligned
     )
     shape = TILES[mode][name]
-    if shape.warpgroups:
+    if shape.mapped:
         sources = [(dy_i, transpose(program, w_i, scale_i), scale_i) for dy_i, w_i, scale_i in sources]
     tensors = (x, dx, *(t for dy_i, w_i, _ in sources for t in (dy_i, w_i)))
     fields: dict[str, Value] = {
@@ -268,7 +265,7 @@ def backward_dx(
         "accumulate": int(accumulate),
         "whole": int(_whole((m, shape.rows), (k, shape.columns), tensors=tensors)),
     }
-    if shape.warpgroups:
+    if shape.mapped:
         fields |= {
             "dy": [TensorMap(dy_i, shape.rows) for dy_i, _, _ in sources],
             "w": [TensorMap(w_i, shape.columns) for _, w_i, _ in sources],
@@ -323,8 +320,19 @@ def backward_dw(
     separate(f"linear '{label}'", "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
-    fixed = _tile(label, program.target, DW, mode, tile)
-    name, wanted = choose_dw(program.target, n, columns, m, fixed, precision=mode, siblings=siblings, outputs=outputs)
+    fixed = _tile(label, program.target, DW, "dw", mode, tile)
+    aligned = _aligned(dy, x1, x2)
+    name, wanted = choose_dw(
+        program.target,
+        n,
+        columns,
+        m,
+        fixed,
+        precision=mode,
+        siblings=siblings,
+        outputs=outputs,
+        aligned=aligned,
+    )
     slices = wanted if slices is None else slices
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
@@ -338,7 +346,7 @@ def backward_dw(
         zeros = np.zeros(tiles, np.uint32)  # the kernel leaves them at 0
         arrived = program.tensor(f"{unique}.arrived", zeros.shape, zeros.dtype, arena="counters", data=zeros)
     sizes = [(n, shape.rows), *((c, shape.columns) for c in columns)]
-    fields = {
+    fields: dict[str, Value] = {
         **_operand("dy", dy),
         **_operand("x", x1),
         **_operand("x2", x2),
@@ -355,6 +363,13 @@ def backward_dw(
         "accumulate": int(accumulate),
         "whole": int(slices == 1 and _whole(*sizes, tensors=(dy, x1, x2, dw))),
     }
+    if shape.mapped:
+        _require_aligned(label, name, aligned, dy=dy, x=x1, x2=x2)
+        fields |= {
+            "dy": TensorMap(dy, shape.depth, rounded=False),
+            "x": TensorMap(x1, shape.depth),
+            "x2": 0 if x2 is None else TensorMap(x2, shape.depth),
+        }
     before = [dw, db] if accumulate else []
     writes = [dw, db, parts, arrived]
     return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
@@ -362,6 +377,18 @@ def backward_dw(
 
 def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.aligned for t in tensors)
+
+
+def _require_aligned(label: str, tile: str, aligned: bool, **tensors: Tensor | None) -> None:
+    if aligned:
+        return
+    given = {role: t for role, t in tensors.items() if t is not None}
+    shapes = ", ".join(f"{role} {describe(t)}" for role, t in given.items())
+    raise ProgramError(
+        f"linear '{label}': tile {tile!r} reads by tensor maps, but {shapes} have row strides "
+        f"{[t.ld for t in given.values()]} and offsets {[t.offset for t in given.values()]}; expected multiples of 4 "
+        "elements, also of the columns of the first x"
+    )
 
 
 def _whole(*sizes: tuple[int, int], tensors: Sequence[Tensor | None]) -> bool:
@@ -522,20 +549,21 @@ def _precision(label: str, mode: str, target: Target) -> str:
 
 
 def _tile(
-    label: str, target: Target, kind: Mapping[str, Mapping[str, Family]], mode: str, tile: str | None
+    label: str, target: Target, kind: Mapping[str, Mapping[str, Family]], of: str, mode: str, tile: str | None
 ) -> str | None:
     if tile is None:
         return None
     families = kind[mode]
     if tile not in families:
         raise ProgramError(f"linear '{label}': unknown tile {tile!r}, expected one of {list(families)} in {mode}")
-    if (needed := families[tile].shared) > target.shared_memory_optin:
+    if (size := families[tile].shared) > target.shared_memory_optin:
         raise ProgramError(
-            f"linear '{label}': a block of tile {tile!r} takes {needed} bytes of shared memory, "
+            f"linear '{label}': a block of tile {tile!r} takes {size} bytes of shared memory, "
             f"the device has {target.shared_memory_optin}; choose a smaller tile"
         )
-    if TILES[mode][tile].warpgroups and target.kind == "cuda" and not has_warpgroups(target):
-        raise ProgramError(f"linear '{label}': tile {tile!r} needs the warpgroups of sm_90, not {target.arch}")
+    if TILES[mode][tile].mapped and target.kind == "cuda" and not has_mapped(target, of):
+        needed = "tensor maps, of sm_90 or newer" if of == "dw" else "the warpgroups of sm_90"
+        raise ProgramError(f"linear '{label}': tile {tile!r} needs {needed}, not {target.arch}")
     return tile
 
 

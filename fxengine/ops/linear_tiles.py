@@ -6,6 +6,7 @@ cores (linear_tensor.cuh). The choice minimises an estimated time; its constants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # more in partial results than they gain.
 _SLICES = (1, 2, 4, 8, 16, 32, 64)
 _SLICE_ROWS = 256
+
+_OLDEST_MAPPED_ARCH = 90
 
 # A product is given one over so many of the device: it shares it with others of its level. Who knows how many, says so.
 _SIBLINGS = {"forward": 4, "dx": 1, "dw": 16}
@@ -31,20 +34,20 @@ class Tile:
         columns: width in outputs.
         depth: elements of the sum per step of the block; half of them for weight gradients on small tiles.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
-        warpgroups: it works by warpgroups, which sm_90 alone has, and reads its operands by tensor maps, so that their
-            rows start at multiples of 16 bytes; not for dw.
+        mapped: it reads its operands by tensor maps, which sm_90 and newer have, so that their rows start at multiples
+            of 16 bytes. In forward and dx it works by warpgroups besides, which sm_90 alone has.
     """
 
     rows: int
     columns: int
     depth: int
     stages: int = 0
-    warpgroups: bool = False
+    mapped: bool = False
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory of a block; warpgroups' operands are aligned in it."""
-        return 4 * self.stages * self.depth * (self.rows + self.columns) + 1024 * self.warpgroups
+        """Bytes of dynamic shared memory of a block; what tensor maps bring is aligned in it."""
+        return 4 * self.stages * self.depth * (self.rows + self.columns) + 1024 * self.mapped
 
     def count(self, rows: int, *columns: int) -> int:
         """Blocks for `rows` x each of `columns` (parts that may not share a tile)."""
@@ -60,8 +63,12 @@ _TENSOR_TILES = {
     "16x16": Tile(16, 16, 128),
 }
 _WARPGROUP_TILES = {
-    "w64x128": Tile(64, 128, 32, stages=3, warpgroups=True),
-    "w64x64": Tile(64, 64, 32, stages=3, warpgroups=True),
+    "w64x128": Tile(64, 128, 32, stages=3, mapped=True),
+    "w64x64": Tile(64, 64, 32, stages=3, mapped=True),
+}
+_MAPPED_TILES = {
+    "m128x64": Tile(128, 64, 32, stages=3, mapped=True),
+    "m64x64": Tile(64, 64, 32, stages=3, mapped=True),
 }
 #: The tile shapes that the kernels exist for, by precision and name.
 TILES: dict[str, dict[str, Tile]] = {
@@ -72,7 +79,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "16x32": Tile(16, 32, 64),
         "16x16": Tile(16, 16, 128),
     },
-    "tf32": {**_TENSOR_TILES, **_WARPGROUP_TILES},
+    "tf32": {**_TENSOR_TILES, **_WARPGROUP_TILES, **_MAPPED_TILES},
     "bf16": _TENSOR_TILES,
 }
 
@@ -134,11 +141,15 @@ _TENSOR = {
         "32x32": Cost(2300, 7.2, 0, 4.9),  # this and the next fitted when their blocks had eight warps, not four
         "16x32": Cost(1900, 4.9, 180, 4.2),
         "16x16": Cost(1630, 3.0, 600, 3.2),
+        "m128x64": Cost(4500, 80, 0, 12),
+        "m64x64": Cost(2900, 67, 0, 8),
     },
 }
 # Of all weight gradients of a step together, on one tile: fitted to those of the default network at batch 64 to 4,096,
 # within 10 %. The second-level cache, not the tensor cores, sets their pace.
 _WEIGHT_GRADIENTS = {
+    "m128x64": Cost(6000, 30, 0, 12),
+    "m64x64": Cost(2660, 28, 360, 8),
     "128x64": Cost(3400, 57, 0, 19.8),
     "64x64": Cost(2660, 35, 360, 17.9),
     "32x32": Cost(870, 28.6, 540, 7.2),
@@ -171,7 +182,7 @@ def choose_tile(
     by side, if it is known, `aligned` says whether all rows of both operands start at multiples of 16 bytes.
     """
     share = siblings or _SIBLINGS[kind]
-    tiles = {name: t for name, t in served(target, precision, kind).items() if aligned or not t.warpgroups}
+    tiles = {name: t for name, t in served(target, precision, kind).items() if aligned or not t.mapped}
 
     def cost(name: str) -> float:
         return _cost(target, tiles[name], _clocks(precision, kind)[name], rows, (columns,), depth, share=share)
@@ -189,7 +200,7 @@ def served(target: Target, precision: str, kind: str) -> dict[str, Tile]:
     return {
         name: tile
         for name, tile in tiles_of(kind, precision).items()
-        if tile.shared <= target.shared_memory_optin and (not tile.warpgroups or has_warpgroups(target))
+        if tile.shared <= target.shared_memory_optin and (not tile.mapped or has_mapped(target, kind))
     }
 
 
@@ -202,6 +213,14 @@ def has_warpgroups(target: Target) -> bool:
     return target.arch in ("sm_90", "sm_90a")
 
 
+def has_mapped(target: Target, kind: str) -> bool:
+    """Whether the device has the instructions of `mapped` tiles of this kind (`forward`, `dx`, `dw`)."""
+    if kind != "dw":
+        return has_warpgroups(target)
+    number = re.match(r"sm_(\d+)", target.arch)
+    return number is not None and int(number[1]) >= _OLDEST_MAPPED_ARCH
+
+
 def choose_dw(
     target: Target,
     rows: int,
@@ -212,6 +231,7 @@ def choose_dw(
     precision: str = "fp32",
     siblings: int | None = None,
     outputs: int | None = None,
+    aligned: bool = True,
 ) -> tuple[str, int]:
     """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
 
@@ -220,7 +240,8 @@ def choose_dw(
     little would be in it. Where neither that nor `siblings` is known, each is given a sixteenth of the device, which
     favours tiles that waste no work over tiles that finish soon.
     """
-    tiles = served(target, precision, "dw") if tile is None else {tile: TILES[precision][tile]}
+    usual = {name: t for name, t in served(target, precision, "dw").items() if aligned or not t.mapped}
+    tiles = usual if tile is None else {tile: TILES[precision][tile]}
     slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
     if tile is None and outputs is not None and target.kind == "cuda" and precision != "fp32":
         name, wanted = _choose_for_all(target, tiles, slices, outputs, depth)

@@ -152,25 +152,38 @@ def _reported(record: Launch) -> int:
 def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
     """The records that write the gradients of a group last, in order, if these can report the squares of all of them
     and of nothing else; else none."""
-    last: dict[Launch, set[tuple[int, ...]]] = {}
+    found: dict[Launch, set[tuple[int, ...]]] = {}
     for parameter in group.parameters:
-        record = _last_writer(program, parameter.grad)
-        if record is None:
+        parts = _last_parts(program, parameter.grad)
+        if not parts:
             return []
-        last.setdefault(record, set()).add(_extent(parameter.grad))
-    for record, due in last.items():
-        gradients = [t for name in record.family.gradients for t in tensors_of(record.fields[name])]
-        if any(t.storage is not group.grads.storage for t in gradients) or {_extent(t) for t in gradients} != due:
+        for record, part in parts:
+            found.setdefault(record, set()).add(_extent(part))
+    for record, due in found.items():
+        if {_extent(t) for t in _gradients(record)} != due:
             return []
-    return [record for record in program.launches if record in last]
+    return [record for record in program.launches if record in found]
 
 
-def _last_writer(program: Program, tensor: Tensor) -> Launch | None:
-    region = tensor.region()
+def _last_parts(program: Program, gradient: Tensor) -> list[tuple[Launch, Tensor]]:
+    """What records write last of a gradient as theirs; nothing if it is not made up of that."""
+    region = gradient.region()
+    parts: list[tuple[Launch, Tensor]] = []
+    missing = gradient.size
     for record in reversed(program.launches):
-        if any(t.storage is region.storage and region.overlaps(t.region()) for t in record.writes):
-            return record
-    return None
+        if missing <= 0:
+            break
+        writes = [t for t in record.writes if region.overlaps(t.region())]
+        own = [t for t in _gradients(record) if region.overlaps(t.region())]
+        if {_extent(t) for t in writes} != {_extent(t) for t in own}:
+            return []
+        parts += ((record, t) for t in own)
+        missing -= sum(t.size for t in own)
+    return parts if missing == 0 else []
+
+
+def _gradients(record: Launch) -> list[Tensor]:
+    return [t for name in record.family.gradients for t in tensors_of(record.fields[name])]
 
 
 def _extent(tensor: Tensor) -> tuple[int, ...]:

@@ -37,7 +37,14 @@ extern "C" __global__ void __launch_bounds__(128) fx_copy_boxes(
 
 
 def boxes(
-    device: Device, folder: Path, matrix: NDArray[np.float32], columns: int, box_rows: int, row: int, column: int
+    device: Device,
+    folder: Path,
+    matrix: NDArray[np.float32],
+    columns: int,
+    box_rows: int,
+    row: int,
+    column: int,
+    rounded: bool = True,
 ) -> NDArray[np.float32]:
     """A box of the first `columns` columns of a matrix, as it arrives in shared memory."""
     kernel = load(device, folder, KERNEL).kernel("fx_copy_boxes")
@@ -46,7 +53,9 @@ def boxes(
         x = arena.place("x", matrix.shape, np.float32)
         x.write(matrix)
         with device.activate():
-            words = tensor_map(device.driver, x.address, (rows, columns), stride=4 * ld, box_rows=box_rows)
+            words = tensor_map(
+                device.driver, x.address, (rows, columns), stride=4 * ld, box_rows=box_rows, rounded=rounded
+            )
         (place,) = device.tensor_maps.place([words])
         out = arena.place("out", (box_rows, 32), np.float32)
         shared = 128 * box_rows + 1024
@@ -67,7 +76,7 @@ def boxes(
     ],
 )
 def test_boxes_are_rounded_and_end_with_the_matrix(
-    warpgroups: Device, tmp_path: Path, shape: tuple[int, int], columns: int, box_rows: int, row: int, column: int
+    tensor_maps: Device, tmp_path: Path, shape: tuple[int, int], columns: int, box_rows: int, row: int, column: int
 ) -> None:
     matrix = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     bits = matrix.view(np.uint32)
@@ -76,9 +85,12 @@ def test_boxes_are_rounded_and_end_with_the_matrix(
     whole = np.zeros((row + box_rows, column + 32))
     inside = whole[: shape[0], :columns]
     inside[...] = reference_rounded(matrix, "tf32", mapped=True)[: len(inside), : inside.shape[1]]
-    found = boxes(warpgroups, tmp_path, matrix, columns, box_rows, row, column)
+    found = boxes(tensor_maps, tmp_path, matrix, columns, box_rows, row, column)
     kept = (found.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # what a product reads of it
     np.testing.assert_array_equal(kept, whole[row:, column:])
+    inside[...] = matrix[: len(inside), : inside.shape[1]]
+    found = boxes(tensor_maps, tmp_path, matrix, columns, box_rows, row, column, rounded=False)
+    np.testing.assert_array_equal(found, whole[row:, column:])
 
 
 def test_a_map_has_one_place_that_no_other_gets(device: Device) -> None:
@@ -116,8 +128,9 @@ def test_the_simulated_device_refuses_other_maps_and_boxes_between_quads(tmp_pat
             cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )  # fmt: skip
-        device.driver.cuTensorMapEncodeTiled(kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, *given)
+        for kind in (kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32):
+            device.driver.cuTensorMapEncodeTiled(kind, *given)
         with pytest.raises(CudaError, match="no tensor maps of this kind"):
-            device.driver.cuTensorMapEncodeTiled(kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, *given)
+            device.driver.cuTensorMapEncodeTiled(kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT64, *given)
     with pytest.raises(CudaError, match="between multiples of 16 bytes"), Device.open("sim") as device:
         boxes(device, tmp_path, np.ones((8, 64), np.float32), 64, 8, 0, 2)

@@ -1,4 +1,4 @@
-"""Tiles that only an sm_90 and the simulated device have."""
+"""Tiles that not all devices have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _tile_of_the_device(request: pytest.FixtureRequest) -> None:
-    """Skips a tile of warpgroups where the device has none."""
+    """Skips tiles of warpgroups, or that read by tensor maps, where the device has none."""
     params = getattr(request.node, "callspec", None)
-    if params is not None and str(params.params.get("tile", "")).startswith("w"):
-        request.getfixturevalue("warpgroups")
+    if params is None:
+        return
+    kind = str(params.params.get("tile", ""))[:1]
+    if kind in "wm" and kind:
+        request.getfixturevalue({"w": "warpgroups", "m": "tensor_maps"}[kind])

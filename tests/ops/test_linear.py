@@ -26,7 +26,7 @@ DW_TILES = [(precision, tile) for precision, tiles in linear.DW.items() for tile
 
 def dw_tile(tile: str | None) -> str | None:
     """A tile for the weight gradients beside a product with that tile."""
-    return "64x64" if tile and tile.startswith("w") else tile
+    return {"w64x64": "m64x64", "w64x128": "m128x64"}.get(tile, tile) if tile else None
 
 
 class Bench:
@@ -40,7 +40,7 @@ class Bench:
         self, device: Device, precision: str = "fp32", seed: int = 0, *, aligned: bool = False, tile: str | None = None
     ) -> None:
         self.device = device
-        self.mapped = tile is not None and linear.TILES[precision][tile].warpgroups
+        self.mapped = tile is not None and linear.TILES[precision][tile].mapped
         self.aligned = aligned or self.mapped
         self.unit = 4 if self.mapped else 1  # columns of a first input end at a multiple of it
         self.program = Program(device.target, precision)
@@ -192,7 +192,9 @@ def add_dw(
         db,
         **options,
     )
-    read_dy, read_x = (linear.reference_rounded(v, bench.program.precision) for v in (dy, x))  # no tile by maps
+    tile = options.get("tile")
+    mapped = tile is not None and linear.TILES[bench.program.precision][tile].mapped
+    read_dy, read_x = (linear.reference_rounded(v, bench.program.precision, mapped=mapped) for v in (dy, x))
     want_w, want_b = linear.reference_dw(read_dy, read_x)[0], dy.astype(np.float64).sum(axis=0)
     if accumulate:
         want_w, want_b = want_w + before_w, want_b + before_b
@@ -253,7 +255,7 @@ def test_dx_adds_many_sources(device: Device, precision: str, tile: str | None) 
 
 @pytest.mark.parametrize(("precision", "tile"), DW_TILES)
 def test_dw_options(device: Device, precision: str, tile: str) -> None:
-    bench = Bench(device, precision)
+    bench = Bench(device, precision, tile=tile)
     shape = linear.TILES[precision][tile]
     m, n, k = 3 * shape.depth + 7, shape.rows + 3, shape.columns + 5
     expected = [

@@ -114,6 +114,34 @@ def test_norms_of_layers(device: Device, precision: str, slices: int, tile: str 
     net.check(times=2)
 
 
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("tile", ["m64x64", "m128x64"])
+def test_norms_of_layers_by_tensor_maps(tensor_maps: Device, slices: int, tile: str) -> None:
+    shapes = {"w0": (4, 8), "b0": (4,), "w1": (72, 52), "b1": (72,), "w2": (36, 40), "w3": (1, 4)}
+    net = Net(tensor_maps, shapes, precision="tf32")
+    options = {"slices": slices, "tile": tile}
+    net.layer("w0", "b0", m=9, **options)
+    net.layer("w1", "b1", m=133, k2=20, **options)
+    net.layer("w2", m=40, dy={"rows": 17}, **options)
+    linear.backward_dw(net.program, net.data(5, 4).columns(0, 1), net.data(5, 4), net.grad("w3"), **options)
+    net.check(times=2)
+
+
+@pytest.mark.parametrize("offset", [1, 7])
+def test_a_gradient_that_records_make_part_by_part(device: Device, offset: int) -> None:
+    """Wherever it begins in its group; what was there before counts no more, nor what only the whole of it held."""
+    net = Net(device, {"first": (1, offset), "w": (20, 31), "b": (20,), "last": (3, 3)})
+    w = net.grad("w")
+    net.layer("first", m=2)
+    net.layer("w", m=4)
+    net.layer("last", m=2)
+    for columns, bias in (((0, 30), net.grad("b")), ((30, 31), None)):
+        part = w.columns(*columns)
+        linear.backward_dw(net.program, net.data(9, 20), net.data(9, part.shape[1]), part, bias)
+    found = net.check()
+    assert len(found["norms"]) == 1
+
+
 def test_vectors_and_columns(device: Device) -> None:
     net = Net(device, {"gain": (77,), "bias": (5,)}, {"w": (3, 4)})
     for name, rows in (("gain", 19), ("bias", 1)):
@@ -134,6 +162,27 @@ def test_quantile_networks(device: Device, precision: str) -> None:
     own = iqn_fused.WeightGradients(**{name: net.grad(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")})
     iqn_fused.backward(net.program, dtheta, tau, net.data(3, 24), weights, hidden, gradients=own, name="iqn")
     linear.backward_dw(net.program, dtheta, hidden, net.grad("w_iq2"), net.grad("b_iq2"))
+    net.check()
+
+
+def test_quantile_networks_by_warpgroups(warpgroups: Device) -> None:
+    """One record reports the squares of all of their gradients."""
+    shapes = {
+        "w_phi": (256, 32),
+        "b_phi": (256,),
+        "w_iq1": (128, 256),
+        "b_iq1": (128,),
+        "w_iq2": (13, 128),
+        "b_iq2": (13,),
+    }
+    net = Net(warpgroups, shapes, precision="tf32")
+    weights = iqn_fused.Weights(**{name: net.data(*shape) for name, shape in shapes.items()})
+    tau = net.program.tensor("tau", (9, 8), arena="inputs", data=net.rng.random((9, 8)).astype(np.float32))
+    dtheta, hidden = net.data(72, 13), net.data(72, 128)
+    own = iqn_fused.WeightGradients(**{name: net.grad(name) for name in shapes})
+    iqn_fused.backward(
+        net.program, dtheta, tau, net.data(9, 256), weights, hidden, gradients=own, warpgroups=True, name="iqn"
+    )
     net.check()
 
 

@@ -169,11 +169,13 @@ class DeviceCalls(StreamCalls):
         promotion: cu.CUtensorMapL2promotion,
         fill: cu.CUtensorMapFloatOOBfill,
     ) -> cu.CUtensorMap:
-        """A tensor map as `FxTensorMap` of bulk_copy.cuh reads it: a matrix to be rounded to tf32, chunks exchanged."""
+        """A tensor map as `FxTensorMap` of bulk_copy.cuh reads it: a matrix, rounded to tf32 or not."""
+        kinds = cu.CUtensorMapDataType
         columns, rows = (int(n) for n in sizes)
         (stride,), (box_columns, box_rows) = (int(n) for n in strides), (int(n) for n in box)
         if (
-            (rank, kind) != (2, cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32)
+            rank != 2
+            or kind not in (kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
             or swizzle != cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
             or interleave != cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
             or fill != cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
@@ -185,7 +187,8 @@ class DeviceCalls(StreamCalls):
         if not fits or address % 16 or stride % 16:
             raise Refused(Result.CUDA_ERROR_INVALID_VALUE)
         encoded = cu.CUtensorMap()
-        words = [address, stride, columns | rows << 32, box_rows, *[0] * 12]
+        rounded = kind == kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+        words = [address, stride, columns | rows << 32, box_rows | rounded << 32, *[0] * 12]
         encoded.opaque = [cu.cuuint64_t(word & (2**64 - 1)) for word in words]
         return encoded
 

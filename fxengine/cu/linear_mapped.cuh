@@ -1,0 +1,140 @@
+// A tile type of the linear kernels (see linear.cuh) for large weight gradients, on sm_90 and newer: the copy engine brings
+// stages of both operands to shared memory as they lie, k after k, and warps read their fragments there (mma.cuh). B
+// arrives rounded to tf32; A as it is, since its sums are the gradient of the bias, and is rounded likewise when it is
+// read.
+//
+// A stage is boxes of 32 k x 32 rows of an operand. A k has 128 bytes there, in which chunk c of 16 lies in place
+// c ^ (k & 7). A lane reads two neighbouring rows of the k 2 t and 2 t + 1 of eight: no access has a bank conflict.
+#pragma once
+#include "bulk_copy.cuh"
+#include "linear_fragments.cuh"
+
+template <int BM_, int BN_, int WM, int WN, int STAGES>
+struct MappedTile {
+    static constexpr int BM = BM_;
+    static constexpr int BN = BN_;
+    static constexpr int BK = 32;
+    static constexpr int ACROSS = BN / WN;  // warps
+    static constexpr int THREADS = BM / WM * ACROSS * 32;
+    static constexpr int GROUPS = 1;
+    static constexpr int BOX = 4 * BK * 32;           // bytes
+    static constexpr int STAGE = 4 * BK * (BM + BN);
+    static constexpr int PART_A = 4 * BK * BM;         // of them before B
+    static constexpr int SHARED = STAGES * STAGE / 4;
+    static constexpr int WIDTH = 4;
+    static constexpr bool BY_ROWS = true;
+    static constexpr bool SINGLE = false;
+    static constexpr bool WHOLE = false;
+    static constexpr bool MAPPED = true;
+    static constexpr bool ROUNDED = true;
+    static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");
+
+    struct Sums {
+        float acc[WM / 16][WN / 8][4];
+        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
+    };
+    struct Place {
+        int row, column;
+        __device__ __forceinline__ Place() {
+            const int warp = static_cast<int>(threadIdx.x) >> 5;
+            row = warp / ACROSS * WM;
+            column = warp % ACROSS * WN;
+        }
+    };
+
+    // A lane's view of the rows of a stage from `first` on.
+    struct Lane {
+        int even, odd;  // bytes from the stage to the first two rows of its even and of its odd k
+
+        __device__ __forceinline__ explicit Lane(int first) {
+            const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, k = 2 * (lane & 3);
+            const int boxes = first / 32 * BOX + g % 2 * 8;
+            even = boxes + k * 128 + (g >> 1 ^ k) * 16;
+            odd = boxes + (k + 1) * 128 + (g >> 1 ^ k + 1) * 16;
+        }
+
+        // v[h]: four k of row 16 i + 2 g + h, alike for both operands.
+        __device__ __forceinline__ void read(float (&v)[2][4], FxShared stage, int i, int panel) const {
+            const FxShared from = stage + (i / 2 * BOX + panel * 16 * 128);
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                const int at = (e % 2 == 0 ? even : odd) ^ i % 2 * 64;
+                fx_shared_load(v[0][e], v[1][e], from + at + e / 2 * 8 * 128);
+            }
+        }
+    };
+
+    // By one thread: stage n of the source.
+    static __device__ __forceinline__ void fetch(const LinearBoxes& s, int n, FxShared stage, u64* barrier) {
+        fx_bulk_expect(barrier, STAGE);
+#pragma unroll 1
+        for (int u = 0; u < (BM + BN) / 32; ++u) {
+            const bool second = u >= BM / 32;
+            const LinearBox box = second ? s.b : s.a;
+            const int row = box.row + (second ? u - BM / 32 : u) * 32;
+            fx_bulk_copy_box(stage + u * BOX, box.map, box.k + n * BK, row, barrier);
+        }
+    }
+
+    template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
+    static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
+        static_assert(SUM && !A_INNER && !B_INNER, "weight gradients alone");
+        __shared__ u64 barriers[STAGES];  // of the stages' copies
+        const FxShared stages = fx_shared(shared);
+        const bool feeds = threadIdx.x == 0;
+        const LinearBoxes s = source(0);
+        const int steps = count > 0 ? (s.depth + BK - 1) / BK : 0;
+        if (feeds) {
+            FX_UNROLL
+            for (int i = 0; i < STAGES; ++i) fx_bulk_barrier(barriers + i);
+            fx_bulk_prefetch_map(s.a.map);
+            fx_bulk_prefetch_map(s.b.map);
+        }
+        ready();
+        if (feeds) {
+#pragma unroll 1
+            for (int i = 0; i < STAGES && i < steps; ++i) fetch(s, i, stages + i * STAGE, barriers + i);
+        }
+        __syncthreads();
+        const Place at;
+        const Lane rows(at.row), columns(at.column);
+        int use = 0, parity = 0;  // the stage that is used next
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const FxShared stage = stages + use * STAGE;
+            fx_bulk_wait(barriers + use, parity);
+#pragma unroll
+            for (int panel = 0; panel < BK / 16; ++panel) {
+                fx_linear_panel<1, false>(
+                    sums.acc,
+                    [&](int i, float(&v)[2][4]) {
+                        rows.read(v, stage, i, panel);
+                        if (at.column == 0) {
+                            FX_UNROLL
+                            for (int h = 0; h < 2; ++h) {
+                                sums.row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
+                            }
+                        }
+                        FX_UNROLL
+                        for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = __uint_as_float(fx_tf32_even(v[e / 4][e % 4]));
+                    },
+                    [&](int j, float(&v)[2][4]) { columns.read(v, stage + PART_A, j, panel); });
+            }
+            __syncthreads();
+            if (feeds && n + STAGES < steps) fetch(s, n + STAGES, stage, barriers + use);
+            if (use == STAGES - 1) parity ^= 1;
+            use = use < STAGES - 1 ? use + 1 : 0;
+        }
+    }
+
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        const Place at;
+        fx_linear_fragments<MappedTile, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
+    }
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        const Place at;
+        return fx_linear_warp_rows<MappedTile>(sums.row, at.row, at.column == 0, shared);
+    }
+};
