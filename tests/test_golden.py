@@ -69,8 +69,8 @@ def test_reduced_precision(device: Device, name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["cold_odd", "full"])
 def test_warpgroups_in_every_layer(warpgroups: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of warpgroups, which large batches alone would choose, and those of weight gradients that read by tensor
-    maps: of all sizes, with all that a step does."""
+    """Tiles of warpgroups, which large batches alone would choose, and weight gradients by tensor maps: of all sizes,
+    with all that a step does."""
 
     def choose(*sizes: Any, precision: str, aligned: bool, **options: Any) -> str:
         if precision == "tf32" and aligned:

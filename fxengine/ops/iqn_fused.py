@@ -64,7 +64,7 @@ _STATE_ROWS = 32
 _APART_SAMPLES = 2
 #: Part of the device for the weight gradients where that of h2 is made apart, which has the other two thirds first.
 WEIGHTS_SHARE = 1 / 3
-# Samples per multiprocessor up to which forward passes not made by warpgroups leave half of the multiprocessors to others:
+# Samples per multiprocessor up to which forward passes not made by warpgroups leave half of the device to others:
 # beyond, the step is made of such launches.
 _BESIDE_SAMPLES = 8
 
