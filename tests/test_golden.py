@@ -9,6 +9,7 @@ import pytest
 
 from fxengine.driver import Device, Target
 from fxengine.golden import GoldenFile
+from fxengine.graphs.program import Family, Launch, Program
 from fxengine.ops import linear
 from fxengine.ops.linear_tiles import choose_dw, choose_tile
 from fxengine.verify import Outcome, verify
@@ -81,10 +82,20 @@ def test_warpgroups_in_every_layer(warpgroups: Device, name: str, monkeypatch: p
         name, slices = choose_dw(*sizes, precision=precision, aligned=aligned, **options)
         return ("m64x64" if precision == "tf32" and aligned else name), slices
 
+    planned = set[str]()
+    launch = Program.launch
+
+    def noting(program: Program, family: Family, *arguments: Any, **options: Any) -> Launch:
+        planned.add(family.name)
+        return launch(program, family, *arguments, **options)
+
+    monkeypatch.setattr(Program, "launch", noting)
     monkeypatch.setattr(linear, "choose_tile", choose)
     monkeypatch.setattr(linear, "choose_dw", choose_weights)
     outcome = _verify(name, warpgroups, "tf32")
     assert outcome.failed == [], _worst(outcome)
+    kinds = ("forward_tf32_w64x64", "dx_tf32_w64x64", "dw_tf32_m64x64")
+    assert {f"linear_{kind}" for kind in kinds} <= planned
 
 
 @pytest.mark.parametrize(("arch", "precision"), [("sm_80", "fp32"), ("sm_90", "tf32"), ("sm_120", "bf16")])

@@ -5,8 +5,8 @@
 
 A tree is a checkout, or any folder that holds an `fxengine` folder. Each has a process of its own, which builds its
 engines once; then they are timed one after another, round by round, while the others rest. So whatever changes about
-the device meanwhile meets all of them. The table has, by tree and batch, the median over the rounds in µs per step, the
-spread (largest less smallest), and the difference to the first tree.
+the device meanwhile meets all of them. The table has, by tree and batch, the median over the rounds in µs per step,
+half the spread (largest less smallest), and the difference to the first tree.
 
 A node that is timed by itself, in a chain of copies, runs warm code; in the step it does not. What counts is this.
 """

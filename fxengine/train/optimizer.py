@@ -160,7 +160,8 @@ def _reporters(program: Program, group: ParamGroup) -> list[Launch]:
         for record, part in parts:
             found.setdefault(record, set()).add(_extent(part))
     for record, due in found.items():
-        if {_extent(t) for t in _gradients(record)} != due:
+        gradients = _gradients(record)
+        if any(t.storage is not group.grads.storage for t in gradients) or {_extent(t) for t in gradients} != due:
             return []
     return [record for record in program.launches if record in found]
 
@@ -177,6 +178,8 @@ def _last_parts(program: Program, gradient: Tensor) -> list[tuple[Launch, Tensor
         own = [t for t in _gradients(record) if region.overlaps(t.region())]
         if {_extent(t) for t in writes} != {_extent(t) for t in own}:
             return []
+        if any(t.region().overlaps(part.region()) for t in own for _, part in parts):
+            return []  # numbers that are written again count once
         parts += ((record, t) for t in own)
         missing -= sum(t.size for t in own)
     return parts if missing == 0 else []

@@ -203,7 +203,7 @@ def test_a_gradient_that_is_added_to_what_the_host_has_written(device: Device) -
     assert found["norms"][0] > 100 * np.sqrt(600)
 
 
-@pytest.mark.parametrize("case", ["host", "shared bias", "part", "rows", "two groups"])
+@pytest.mark.parametrize("case", ["host", "shared bias", "part", "rows", "a part twice", "two groups"])
 def test_groups_whose_kernels_cannot_report_have_records_of_their_own(device: Device, case: str) -> None:
     """They count every gradient once; the other groups go without."""
     sick = {"w": (20, 30), "b": (20,), "v": (20, 9)}
@@ -218,6 +218,13 @@ def test_groups_whose_kernels_cannot_report_have_records_of_their_own(device: De
         net.layer("v", "b", m=3, accumulate=True)
     elif case == "host":
         net.layer("w", "b", m=12)
+    elif case == "a part twice":  # as many numbers as the whole has, before the other part is met
+        net.layer("w", "b", m=12)
+        v = net.grad("v")
+        for columns, accumulate in (((0, 4), False), ((4, 9), False), ((5, 9), True)):
+            part = v.columns(*columns)
+            x = net.data(6, part.shape[1])
+            linear.backward_dw(net.program, net.data(6, 20), x, part, accumulate=accumulate)
     else:
         net.layer("w", "b", m=12)
         net.layer("v", m=3)
