@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fxengine.driver import Device, DeviceNotFound
-from fxengine.ops.linear_tiles import has_mapped, has_warpgroups
+from fxengine.ops.linear_tiles import has_tensor_maps, has_warpgroups
 
 settings.register_profile(
     "fxengine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -40,6 +40,6 @@ def warpgroups(device: Device) -> Device:
 @pytest.fixture
 def tensor_maps(device: Device) -> Device:
     """The device, if its copy engine reads tensor maps."""
-    if device.kind == "cuda" and not has_mapped(device.target, "dw"):
+    if device.kind == "cuda" and not has_tensor_maps(device.target):
         pytest.skip(f"{device.label} has no tensor maps")
     return device

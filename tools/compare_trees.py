@@ -6,7 +6,8 @@
 A tree is a checkout, or any folder that holds an `fxengine` folder. Each has a process of its own, which builds its
 engines once; then they are timed one after another, round by round, while the others rest. So whatever changes about
 the device meanwhile meets all of them. The table has, by tree and batch, the median over the rounds in µs per step,
-half the spread (largest less smallest), and the difference to the first tree.
+half the spread (largest less smallest), and the difference to the first tree. A tree whose process ends early is left
+out, and stderr says why; if it is the first one, in some round, differences are to the next.
 
 A node that is timed by itself, in a chain of copies, runs warm code; in the step it does not. What counts is this.
 """
@@ -17,7 +18,9 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,42 +55,71 @@ def serve(tree: Path, device: str, batches: Sequence[int], precision: str, steps
 
 
 class Tree:
-    """A tree, and its process."""
+    """A tree, and its process.
 
-    def __init__(self, tree: Path, arguments: Sequence[str]):
-        self.name = tree.name
+    Attributes:
+        name: what it is called.
+        nodes: by batch, of its graph; known when it is `ready`.
+        rounds: by batch, µs per step of each round.
+    """
+
+    def __init__(self, tree: Path, name: str, arguments: Sequence[str]):
+        self.name = name
+        self.nodes: dict[str, float] = {}
         self.rounds: list[dict[str, float]] = []
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), str(tree), "--serve", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
 
-    def read(self) -> dict[str, float]:
-        """The next line of the process.
+    def ready(self) -> None:
+        """Wait until its engines are built.
 
         Raises:
-            TreeError: there is none.
+            TreeError: the process has ended.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise TreeError(f"the process of tree '{self.name}' ended with status {self._process.wait()}")
-        found: dict[str, float] = json.loads(line)
-        return found
+        self.nodes = self._read()
 
     def time(self) -> None:
-        """One more round."""
+        """One more round.
+
+        Raises:
+            TreeError: the process has ended.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.rounds.append(self.read())
+        with suppress(BrokenPipeError):  # then there is nothing to read either
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        self.rounds.append(self._read())
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
+        self._errors.close()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            status = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().rstrip()
+            raise TreeError(f"the process of tree '{self.name}' ended with status {status}" + (said and f":\n{said}"))
+        found: dict[str, float] = json.loads(line)
+        return found
+
+
+def names(trees: Sequence[Path]) -> list[str]:
+    """What the trees are called: by their folders; by whole paths where folders have the same name; numbered where a
+    tree is given more than once."""
+    folders = [tree.name for tree in trees]
+    found = [name if folders.count(name) == 1 else str(tree) for name, tree in zip(folders, trees, strict=True)]
+    return [n if found.count(n) == 1 else f"{n} #{1 + found[:i].count(n)}" for i, n in enumerate(found)]
 
 
 def row(name: str, rounds: Sequence[dict[str, float]], nodes: dict[str, float]) -> dict[str, Any]:
@@ -117,27 +149,32 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def compare(
     trees: Sequence[Path], device: str, batches: Sequence[int], precision: str, steps: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for each tree that can be timed, the first one first; others are named on stderr.
+    """A row for each tree that could be timed in all rounds, the first one first; others are named on stderr.
 
     Raises:
-        TreeError: the first tree cannot be timed.
+        TreeError: the engines of the first tree cannot be built, or no tree is left.
     """
+
+    def served(wait: Callable[[], None]) -> bool:
+        try:
+            wait()
+        except TreeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return False
+        return True
+
     arguments = ["--device", device, "--precision", precision, "--steps", str(steps), "--batch", *map(str, batches)]
     running: list[Tree] = []
     try:
-        running = [Tree(tree, arguments) for tree in trees]
-        ready: list[tuple[Tree, dict[str, float]]] = []
-        for tree in running:
-            try:
-                ready.append((tree, tree.read()))
-            except TreeError as error:
-                if tree is running[0]:
-                    raise
-                print(f"error: {error}", file=sys.stderr)
+        for folder, name in zip(trees, names(trees), strict=True):
+            running.append(Tree(folder, name, arguments))
+        running[0].ready()
+        left = [running[0], *(tree for tree in running[1:] if served(tree.ready))]
         for _ in range(rounds):
-            for tree, _nodes in ready:
-                tree.time()
-        return [row(tree.name, tree.rounds, nodes) for tree, nodes in ready]
+            left = [tree for tree in left if served(tree.time)]
+        if not left:
+            raise TreeError("no tree could be timed in all rounds")
+        return [row(tree.name, tree.rounds, tree.nodes) for tree in left]
     finally:
         for tree in running:
             tree.close()

@@ -3,7 +3,8 @@
 //     acc[i, j] = sum over k of A[i, k] * B[j, k]
 //
 // The kernels are written once, over a tile type that brings its own product; here are what the tile types share and
-// the one of fp32 on the CUDA cores. linear_tensor.cuh has those of the tensor cores. A tile type T has
+// the one of fp32 on the CUDA cores. linear_tensor.cuh has those of the tensor cores; linear_warpgroup.cuh and
+// linear_mapped.cuh have those that read by tensor maps. A tile type T has
 //
 //     T::BM, T::BN, T::BK       outputs of a block, elements of the sum per step
 //     T::THREADS, T::GROUPS     of the block; groups of threads that have parts of the same sums
@@ -13,9 +14,9 @@
 //     T::BY_ROWS                whether the runs of WIDTH outputs of a thread lie below each other, from LinearRun on
 //     T::SINGLE                 whether, moreover, there is but one
 //     T::WHOLE                  whether all tiles of the record are whole and all rows aligned (LinearWhole)
-//     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh): then sources are LinearBoxes, and
-//                               none is scaled (backward_dx scales the weights). In forward and dx both are INNER, and
-//                               after `add` the Sums say by `any` whether a source was not left out
+//     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh): then sources are LinearBoxes,
+//                               and none is scaled (backward_dx scales the weights). In forward and dx both are INNER,
+//                               and after `add` the Sums say by `any` whether a source was not left out
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
@@ -53,6 +54,24 @@
 #else
 #define FX_UNROLL _Pragma("unroll")
 #endif
+
+// What tile types have in common whose operands pass through STAGES stages of 32 k in dynamic shared memory.
+template <int BM_, int BN_, int STAGES>
+struct LinearStages {
+    static constexpr int BM = BM_;
+    static constexpr int BN = BN_;
+    static constexpr int BK = 32;
+    static constexpr int GROUPS = 1;
+    static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
+    static constexpr int PART_A = 4 * BK * BM;         // of them before B
+    static constexpr int SHARED = STAGES * STAGE / 4;
+    static constexpr int WIDTH = 4;
+    static constexpr bool BY_ROWS = true;
+    static constexpr bool SINGLE = false;
+    static constexpr bool WHOLE = false;
+    static constexpr bool ROUNDED = true;
+    static_assert(SHARED >= BM * BN, "the results pass through it too");
+};
 
 // The tile type to take for records whose results are whole tiles, with all rows of all matrices starting at 16 bytes
 // (`whole`, ops/linear.py): that asks for no bounds, which is half of what a thread of a small tile does.
@@ -139,8 +158,8 @@ typedef LinearSourceOf<LinearView> LinearSource;
 
 struct FxTensorMap;
 
-// An operand that is read by a tensor map, from the tile's first row and the first k on. The record has the map's address
-// in the place of the matrix's.
+// An operand that is read by a tensor map, from the tile's first row and the first k on. The record has the map's
+// address in the place of the matrix's.
 struct LinearBox {
     const FxTensorMap* map;
     int row, k;
@@ -150,14 +169,14 @@ struct LinearBox {
 };
 typedef LinearSourceOf<LinearBox> LinearBoxes;
 
-// The first multiple of 1,024 in dynamic shared memory, from which on operands of warpgroups lie (wgmma.cuh). A sum, so
-// that the compiler still knows which memory it is.
+// The first multiple of 1,024 in dynamic shared memory, from which on operands lie that tensor maps bring: the copy
+// engine exchanges chunks by address (wgmma.cuh). A sum, so that the compiler still knows which memory it is.
 __device__ __forceinline__ float* fx_linear_aligned(float4* dynamic) {
     return reinterpret_cast<float*>(dynamic + (-reinterpret_cast<u64>(dynamic) & 1023) / sizeof(float4));
 }
 
-// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for operands of warpgroups from a
-// multiple of 1,024 on.
+// A tile's shared memory: static, or above 44 KiB (Tile.shared) the launch's dynamic, for operands that tensor maps
+// bring from a multiple of 1,024 on.
 template <class T>
 __device__ __forceinline__ float* fx_linear_shared() {
     if constexpr (T::SHARED * sizeof(float) <= 44 * 1024) {
@@ -343,9 +362,9 @@ __device__ __forceinline__ int fx_linear_place(int row, int column) {
     return row * T::BN + (T::BN >= 32 ? column ^ (row & 2) * 8 : column);
 }
 
-// Calls use(row, column, values, more) with the sum of the tiles that the GROUPS groups left in shared memory one behind
-// the other, added in that order; fetch(row, column, more) has read what the result needs besides, for UNROLL runs at
-// once. A loop, because code that is run once must be fetched for it.
+// Calls use(row, column, values, more) with the sum of the tiles that the GROUPS groups left in shared memory one
+// behind the other, added in that order; fetch(row, column, more) has read what the result needs besides, for UNROLL
+// runs at once. A loop, because code that is run once must be fetched for it.
 template <class T, int UNROLL, class Fetch, class Use>
 __device__ __forceinline__ void fx_linear_reduce(const float* shared, Fetch fetch, Use use) {
     constexpr int RUNS = T::BM * T::BN / (T::THREADS * T::WIDTH), N = UNROLL < RUNS ? UNROLL : RUNS;

@@ -1,5 +1,5 @@
-// What the tile types of the tensor cores share (linear_staged.cuh, linear_direct.cuh): rounding, and how the rows of
-// operands and outputs are dealt out to the lanes of a warp.
+// What the tile types of `mma.sync` share (linear_staged.cuh, linear_direct.cuh, linear_mapped.cuh): rounding, and how
+// the rows of operands and outputs are dealt out to the lanes of a warp.
 //
 // Row g + 8 h of fragment i of A, and row g of fragment 2 i + h of B, is row 16 i + 2 g + h of the operand: a lane
 // reads pairs of rows, and holds columns 4 t .. 4 t + 3 of the outputs of a pair of fragments, a run of four. The k of
@@ -62,7 +62,8 @@ __device__ __forceinline__ void fx_linear_panel(float (&acc)[M][N][4], A a, B b)
     }
 }
 
-// The outputs that a warp holds in its fragments from (row, column) of the tile on, dealt out anew through shared memory.
+// The outputs that a warp holds in its fragments from (row, column) of the tile on, dealt out anew through shared
+// memory.
 template <class T, int UNROLL, int M, int N, class Fetch, class Use>
 __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4], int group, int row, int column,
                                                     float* shared, Fetch fetch, Use use) {
@@ -85,19 +86,50 @@ __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4],
     fx_linear_reduce<T, UNROLL>(shared, fetch, use);
 }
 
-// The sum over k of row threadIdx.x of A, of a tile whose warps have M x 16 rows from `row` on: those that `have` the sums
-// of their lanes' k of rows 16 i + 2 g + h.
-template <class T, int M>
-__device__ __forceinline__ float fx_linear_warp_rows(const float (&sums)[M][2], int row, bool have, float* shared) {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    __syncthreads();
-    if (have) {
-        float* part = shared + (lane & 3) * T::BM + row + 2 * (lane >> 2);
-        FX_UNROLL
-        for (int i = 0; i < M; ++i) {
+// What tile types have in common of which a warp owns WM x WN outputs.
+template <int BM, int BN, int WM, int WN, int STAGES>
+struct LinearWarps : LinearStages<BM, BN, STAGES> {
+    static constexpr int ACROSS = BN / WN;  // warps
+    static constexpr int THREADS = BM / WM * ACROSS * 32;
+    static_assert(WM % 32 == 0 && WN % 32 == 0, "warp tiles");
+
+    struct Sums {
+        float acc[WM / 16][WN / 8][4];
+        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
+
+        // Adds four k of rows 16 i + 2 g + h.
+        __device__ __forceinline__ void add_rows(int i, const float (&v)[2][4]) {
             FX_UNROLL
-            for (int h = 0; h < 2; ++h) part[16 * i + h] = sums[i][h];
+            for (int h = 0; h < 2; ++h) row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
         }
+    };
+    struct Place {
+        int row, column;
+        __device__ __forceinline__ Place() {
+            const int warp = static_cast<int>(threadIdx.x) >> 5;
+            row = warp / ACROSS * WM;
+            column = warp % ACROSS * WN;
+        }
+    };
+
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        const Place at;
+        fx_linear_fragments<LinearWarps, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
     }
-    return fx_linear_parts_sum<T>(shared, 4);
-}
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        const Place at;
+        const int lane = static_cast<int>(threadIdx.x) & 31;
+        __syncthreads();
+        if (at.column == 0) {
+            float* part = shared + (lane & 3) * BM + at.row + 2 * (lane >> 2);
+            FX_UNROLL
+            for (int i = 0; i < WM / 16; ++i) {
+                FX_UNROLL
+                for (int h = 0; h < 2; ++h) part[16 * i + h] = sums.row[i][h];
+            }
+        }
+        return fx_linear_parts_sum<LinearWarps>(shared, 4);
+    }
+};

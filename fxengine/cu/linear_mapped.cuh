@@ -1,7 +1,7 @@
-// A tile type of the linear kernels (see linear.cuh) for large weight gradients, on sm_90 and newer: the copy engine brings
-// stages of both operands to shared memory as they lie, k after k, and warps read their fragments there (mma.cuh). B
-// arrives rounded to tf32; A as it is, since its sums are the gradient of the bias, and is rounded likewise when it is
-// read.
+// A tile type of the linear kernels (see linear.cuh) for large weight gradients, on sm_90 and newer: the copy engine
+// brings stages of both operands to shared memory as they lie, k after k, and warps read their fragments there
+// (mma.cuh). B arrives rounded to tf32; A as it is, since its sums are the gradient of the bias, and is rounded
+// likewise when it is read.
 //
 // A stage is boxes of 32 k x 32 rows of an operand. A k has 128 bytes there, in which chunk c of 16 lies in place
 // c ^ (k & 7). A lane reads two neighbouring rows of the k 2 t and 2 t + 1 of eight: no access has a bank conflict.
@@ -10,37 +10,12 @@
 #include "linear_fragments.cuh"
 
 template <int BM_, int BN_, int WM, int WN, int STAGES>
-struct MappedTile {
-    static constexpr int BM = BM_;
-    static constexpr int BN = BN_;
-    static constexpr int BK = 32;
-    static constexpr int ACROSS = BN / WN;  // warps
-    static constexpr int THREADS = BM / WM * ACROSS * 32;
-    static constexpr int GROUPS = 1;
-    static constexpr int BOX = 4 * BK * 32;           // bytes
-    static constexpr int STAGE = 4 * BK * (BM + BN);
-    static constexpr int PART_A = 4 * BK * BM;         // of them before B
-    static constexpr int SHARED = STAGES * STAGE / 4;
-    static constexpr int WIDTH = 4;
-    static constexpr bool BY_ROWS = true;
-    static constexpr bool SINGLE = false;
-    static constexpr bool WHOLE = false;
+struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
+    typedef LinearWarps<BM_, BN_, WM, WN, STAGES> Warps;
+    using Warps::BK, Warps::BM, Warps::BN, Warps::PART_A, Warps::STAGE;
+    using typename Warps::Place, typename Warps::Sums;
     static constexpr bool MAPPED = true;
-    static constexpr bool ROUNDED = true;
-    static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");
-
-    struct Sums {
-        float acc[WM / 16][WN / 8][4];
-        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
-    };
-    struct Place {
-        int row, column;
-        __device__ __forceinline__ Place() {
-            const int warp = static_cast<int>(threadIdx.x) >> 5;
-            row = warp / ACROSS * WM;
-            column = warp % ACROSS * WN;
-        }
-    };
+    static constexpr int BOX = 4 * BK * 32;  // bytes
 
     // A lane's view of the rows of a stage from `first` on.
     struct Lane {
@@ -109,12 +84,7 @@ struct MappedTile {
                     sums.acc,
                     [&](int i, float(&v)[2][4]) {
                         rows.read(v, stage, i, panel);
-                        if (at.column == 0) {
-                            FX_UNROLL
-                            for (int h = 0; h < 2; ++h) {
-                                sums.row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
-                            }
-                        }
+                        if (at.column == 0) sums.add_rows(i, v);
                         FX_UNROLL
                         for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = __uint_as_float(fx_tf32_even(v[e / 4][e % 4]));
                     },
@@ -125,16 +95,5 @@ struct MappedTile {
             if (use == STAGES - 1) parity ^= 1;
             use = use < STAGES - 1 ? use + 1 : 0;
         }
-    }
-
-    template <int UNROLL, class Fetch, class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
-        const Place at;
-        fx_linear_fragments<MappedTile, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
-    }
-
-    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
-        const Place at;
-        return fx_linear_warp_rows<MappedTile>(sums.row, at.row, at.column == 0, shared);
     }
 };

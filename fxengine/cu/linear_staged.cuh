@@ -114,37 +114,12 @@ struct LinearLane {
 };
 
 template <int WORD, int BM_, int BN_, int WM, int WN, int STAGES>
-struct StagedTile {
-    static constexpr int BM = BM_;
-    static constexpr int BN = BN_;
-    static constexpr int BK = 32;
-    static constexpr int ACROSS = BN / WN;  // warps
-    static constexpr int THREADS = BM / WM * ACROSS * 32;
-    static constexpr int GROUPS = 1;
-    static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
-    static constexpr int PART_A = 4 * BK * BM;         // of them before B
-    static constexpr int SHARED = STAGES * STAGE / 4;
-    static constexpr int WIDTH = 4;
-    static constexpr bool BY_ROWS = true;
-    static constexpr bool SINGLE = false;
-    static constexpr bool WHOLE = false;
+struct StagedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
+    typedef LinearWarps<BM_, BN_, WM, WN, STAGES> Warps;
+    using Warps::BK, Warps::BM, Warps::BN, Warps::PART_A, Warps::STAGE, Warps::THREADS;
+    using typename Warps::Place, typename Warps::Sums;
     static constexpr bool MAPPED = false;
-    static constexpr bool ROUNDED = true;
     static constexpr int AHEAD = STAGES - 1;
-    static_assert(WM % 32 == 0 && WN % 32 == 0 && SHARED >= BM * BN, "warp tiles");
-
-    struct Sums {
-        float acc[WM / 16][WN / 8][4];
-        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
-    };
-    struct Place {
-        int row, column;
-        __device__ __forceinline__ Place() {
-            const int warp = static_cast<int>(threadIdx.x) >> 5;
-            row = warp / ACROSS * WM;
-            column = warp % ACROSS * WN;
-        }
-    };
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
@@ -214,12 +189,7 @@ struct StagedTile {
                     [&](int i, float(&v)[2][4]) {
                         rows.read(v, stages + use, i, panel);
                         if constexpr (SUM) {
-                            if (at.column == 0) {
-                                FX_UNROLL
-                                for (int h = 0; h < 2; ++h) {
-                                    sums.row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
-                                }
-                            }
+                            if (at.column == 0) sums.add_rows(i, v);
                         }
                         if constexpr (SCALED) {
                             if (scale[0] != 1.0f) {
@@ -235,16 +205,5 @@ struct StagedTile {
         }
         fx_copy_wait<0>();
         __syncthreads();
-    }
-
-    template <int UNROLL, class Fetch, class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
-        const Place at;
-        fx_linear_fragments<StagedTile, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
-    }
-
-    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
-        const Place at;
-        return fx_linear_warp_rows<StagedTile>(sums.row, at.row, at.column == 0, shared);
     }
 };

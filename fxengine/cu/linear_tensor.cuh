@@ -1,6 +1,7 @@
-// The tiles of the linear kernels on the tensor cores: float32 in memory, operands rounded to tf32 (WORD 1) or bf16
-// (WORD 2) on their way into the product, float32 sums. The order of a sum depends on the tile type and the sizes
-// alone; within one mma instruction it is the hardware's.
+// The tiles of the linear kernels on the tensor cores, since sm_80: float32 in memory, operands rounded to tf32
+// (WORD 1) or bf16 (WORD 2) on their way into the product, float32 sums. The order of a sum depends on the tile type
+// and the sizes alone; within one mma instruction it is the hardware's. Tiles that read by tensor maps are apart:
+// linear_warpgroup.cuh for forward and dx on sm_90, linear_mapped.cuh for weight gradients since sm_90.
 #pragma once
 #include "linear_direct.cuh"
 #include "linear_staged.cuh"

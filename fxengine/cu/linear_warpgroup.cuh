@@ -1,29 +1,19 @@
-// A tile type of the linear kernels (see linear.cuh) on the tensor cores of sm_90, for products with much work per block:
-// the copy engine brings both operands to shared memory, rounded, and the instruction reads them there, so that threads
-// have nothing to do with them. A warpgroup owns 64 rows of the block's outputs; blocks are small, so that several share
-// a multiprocessor and one computes while another waits.
+// A tile type of the linear kernels (see linear.cuh) on the tensor cores of sm_90, for products with much work per
+// block: the copy engine brings both operands to shared memory, rounded, and the instruction reads them there, so that
+// threads have nothing to do with them. A warpgroup owns 64 rows of the block's outputs; blocks are small, so that
+// several share a multiprocessor and one computes while another waits.
 #pragma once
 #include "bulk_copy.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
 
 template <int BM_, int BN_, int STAGES>
-struct WarpgroupTile {
-    static constexpr int BM = BM_;
-    static constexpr int BN = BN_;
-    static constexpr int BK = 32;
+struct WarpgroupTile : LinearStages<BM_, BN_, STAGES> {
+    typedef LinearStages<BM_, BN_, STAGES> Stages;
+    using Stages::BK, Stages::BM, Stages::BN, Stages::PART_A, Stages::STAGE;
     static constexpr int THREADS = 2 * BM;
-    static constexpr int GROUPS = 1;
-    static constexpr int STAGE = 4 * BK * (BM + BN);  // bytes
-    static constexpr int PART_A = 4 * BK * BM;         // of them before B
-    static constexpr int SHARED = STAGES * STAGE / 4;
-    static constexpr int WIDTH = 4;
-    static constexpr bool BY_ROWS = true;
-    static constexpr bool SINGLE = false;
-    static constexpr bool WHOLE = false;
     static constexpr bool MAPPED = true;
-    static constexpr bool ROUNDED = true;
-    static_assert(BM % 64 == 0 && SHARED >= BM * BN, "warpgroups");
+    static_assert(BM % 64 == 0, "warpgroups");
 
     // Not zeros at first: they would have to be set, and then products wait for each other (fx_warpgroup_begin).
     struct Sums {

@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned fx_tf32(float x) {
     return max(fx_tf32_made(x), __float_as_uint(x));
 }
 
-// Round to nearest, ties to even, as the copy engine does (bulk_copy.cuh). Since sm_90.
+// Round to nearest, ties to even, as the copy engine does (bulk_copy.cuh), since sm_90 by one instruction.
 __device__ __forceinline__ unsigned fx_tf32_even(float x) {
 #if FX_DEVICE && __CUDA_ARCH__ >= 900
     unsigned word;

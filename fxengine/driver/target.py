@@ -55,9 +55,15 @@ class Target:
     """Threads per block."""
 
     @property
+    def arch_number(self) -> int | None:
+        """90 for "sm_90" and "sm_90a"; None of the simulated device."""
+        number = re.match(r"sm_(\d+)", self.arch)
+        return int(number[1]) if number else None
+
+    @property
     def cluster(self) -> int:
         """Blocks of a thread block cluster, FX_CLUSTER of cluster.cuh: 8 since sm_90, else 1."""
-        return 8 if self.kind == "cuda" and int(re.sub(r"\D", "", self.arch)) >= 90 else 1
+        return 8 if self.kind == "cuda" and (self.arch_number or 0) >= 90 else 1
 
     @classmethod
     def of(cls, arch: str) -> Target:

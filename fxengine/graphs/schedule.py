@@ -75,9 +75,8 @@ def schedule(program: Program, *, fuses: Callable[[Part], bool] | None = None) -
 
     Two records depend on each other when one writes what the other reads or writes; the earlier one in the program
     goes first. Records of one family and level share a launch, but for those that would let others wait. Records of a
-    `late` family wait until just before
-    their first reader, which brings all weight gradients into one launch; those of another launch, if all have time,
-    wait for the next launch of their family.
+    `late` family wait until just before their first reader, which brings all weight gradients into one launch; those of
+    another launch, if all have time, wait for the next launch of their family.
 
     Args:
         program: the program.
@@ -273,12 +272,18 @@ def _levels(records: Sequence[Launch], before: Sequence[set[int]]) -> list[int]:
     return levels
 
 
-def _together(records: Sequence[Launch], before: Sequence[set[int]], levels: Sequence[int]) -> list[int]:
-    """Levels where the records of a launch, if all of them have time, go to the next launch of their family."""
-    levels, latest = list(levels), [max(levels, default=0)] * len(records)
+def _groups(records: Sequence[Launch], levels: Sequence[int]) -> dict[tuple[int, Family], list[int]]:
+    """The records of each family that are ready at each level."""
     groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
     for i, record in enumerate(records):
         groups[levels[i], record.family].append(i)
+    return groups
+
+
+def _together(records: Sequence[Launch], before: Sequence[set[int]], levels: Sequence[int]) -> list[int]:
+    """Levels where the records of a launch, if all of them have time, go to the next launch of their family."""
+    levels, latest = list(levels), [max(levels, default=0)] * len(records)
+    groups = _groups(records, levels)
     for level, family in sorted(groups, key=lambda key: -key[0]):
         members = groups[level, family]
         room = min(latest[i] for i in members)
@@ -298,13 +303,11 @@ def _aside(records: Sequence[Launch], before: Sequence[set[int]], levels: Sequen
     would have to wait for one launch more: they get a launch of their own."""
     height = _heights(before)
     longest = max((level + above for level, above in zip(levels, height, strict=True)), default=0)
-    groups: dict[tuple[int, Family], list[int]] = defaultdict(list)
     behind: list[set[tuple[int, Family]]] = []  # of each record, the groups that come before it, directly or not
-    for i, record in enumerate(records):
-        groups[levels[i], record.family].append(i)
-        behind.append({(levels[j], records[j].family) for j in before[i]}.union(*(behind[j] for j in before[i])))
+    for deps in before:
+        behind.append({(levels[j], records[j].family) for j in deps}.union(*(behind[j] for j in deps)))
     aside = set[int]()
-    for (level, family), members in groups.items():
+    for (level, family), members in _groups(records, levels).items():
         hurried = [i for i in members if level + height[i] == longest]
         if family.late or not hurried:
             continue

@@ -28,7 +28,6 @@ operand of the next product without leaving the registers: Dao 2023, "FlashAtten
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -492,8 +491,7 @@ def _in_range(target: Target, precision: str, sizes: Sizes) -> bool:
     """What all kernels ask: tensor cores, a precision for them, and no more than they have room for."""
     if precision not in ("tf32", "bf16") or sizes.cosines > MAX_COSINES or sizes.width > MAX_WIDTH:
         return False
-    number = re.match(r"sm_(\d+)", target.arch)
-    return number is None or int(number[1]) >= _OLDEST_ARCH
+    return target.arch_number is None or target.arch_number >= _OLDEST_ARCH
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:

@@ -15,8 +15,8 @@ that must not flow is simply not asked for. Results overwrite, or with `accumula
 are rounded to nearest and multiplied on the tensor cores. Memory, sums, biases, bias gradients and activations are
 float32 in all of them.
 
-Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, precision, sizes) alone;
-of a weight gradient also on the number of all parameters.
+Every sum has a fixed order that depends on the sizes and on the tile, and the tile on (target, precision, sizes) and
+on whether all rows of the operands are aligned; of a weight gradient also on the number of all parameters.
 
 Source: gradients of an affine layer as in Goodfellow, Bengio & Courville 2016, "Deep Learning", section 6.5;
 register and shared-memory tiles after Volkov & Demmel 2008, "Benchmarking GPUs to tune dense linear algebra".
@@ -24,7 +24,6 @@ register and shared-memory tiles after Volkov & Demmel 2008, "Benchmarking GPUs 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -34,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor, TensorMap, Value
 from fxengine.ops.checks import describe, separate
-from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_mapped, tiles_of
+from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_instructions, tiles_of
 from fxengine.ops.pack import transpose
 
 if TYPE_CHECKING:
@@ -53,9 +52,6 @@ SOURCES = 16
 # would make the whole level wait.
 _LARGE_TILE = 64 * 64
 
-# By kind, where the kernels of tiles that read by tensor maps are.
-_MAPPED_SOURCES = {"forward": "warpgroup", "dx": "warpgroup", "dw": "mapped"}
-
 _OLDEST_TENSOR_ARCH = 80  # mma.sync of tf32 and bf16
 
 
@@ -71,9 +67,10 @@ def _families(
 ) -> dict[str, dict[str, Family]]:
     def family(precision: str, name: str, tile: Tile) -> Family:
         stem = f"linear_{kind}" if precision == "fp32" else f"linear_{kind}_{precision}"
+        source = f"linear_{kind}_warpgroup" if tile.warpgroups else f"linear_{kind}_mapped" if tile.mapped else stem
         return Family(
             f"{stem}_{name}",
-            source=f"linear_{kind}_{_MAPPED_SOURCES[kind]}.cu" if tile.mapped else f"{stem}.cu",
+            source=f"{source}.cu",
             kernel=f"fx_{stem}_{name}",
             struct=struct,
             tiles=lambda fields: tiles(tile, fields),
@@ -147,11 +144,12 @@ def forward(
         raise ProgramError(f"linear '{label}': accumulate=True cannot go with activation={activation!r}; use 'none'")
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     mode = _precision(label, precision or program.precision, program.target)
-    aligned = _aligned(x1, x2, w, w.columns(x1.shape[1], k) if x2 else None)
+    operands = {"x": x1, "x2": x2, "w": w, "w beside x2": w.columns(x1.shape[1], k) if x2 else None}
+    aligned = _aligned(*operands.values())
     if tile is None and beside is not None:
         shared = choose_tile(program.target, m, *beside, precision=mode, aligned=aligned)
         tile = None if FORWARD[mode][shared].alone else shared
-    name = _tile(label, program.target, FORWARD, "forward", mode, tile) or choose_tile(
+    name = _tile(label, program.target, FORWARD, mode, tile) or choose_tile(
         program.target, m, n, k, precision=mode, siblings=siblings, aligned=aligned
     )
     shape, tensors = TILES[mode][name], (x1, x2, w, b, y)
@@ -173,7 +171,7 @@ def forward(
         "whole": int(_whole(*sizes, tensors=tensors)),
     }
     if shape.mapped:
-        _require_aligned(label, name, aligned, x=x1, x2=x2, w=w)
+        _require_aligned(label, name, operands)
         fields |= {
             "x": TensorMap(x1, shape.rows),
             "x2": 0 if x2 is None else TensorMap(x2, shape.rows),
@@ -242,7 +240,7 @@ def backward_dx(
         x = None
     mode = _precision(label, precision or program.precision, program.target)
     aligned = _aligned(*(dy_i for dy_i, _, _ in sources))
-    name = _tile(label, program.target, DX, "dx", mode, tile) or choose_tile(
+    name = _tile(label, program.target, DX, mode, tile) or choose_tile(
         program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings, aligned=aligned
     )
     shape = TILES[mode][name]
@@ -320,7 +318,7 @@ def backward_dw(
     separate(f"linear '{label}'", "dw", dw, dy=dy, x=x1, x2=x2, db=db)
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
-    fixed = _tile(label, program.target, DW, "dw", mode, tile)
+    fixed = _tile(label, program.target, DW, mode, tile)
     aligned = _aligned(dy, x1, x2)
     name, wanted = choose_dw(
         program.target,
@@ -337,6 +335,8 @@ def backward_dw(
     if slices < 1:
         raise ProgramError(f"linear '{label}': slices={slices}, expected at least 1")
     shape = TILES[mode][name]
+    if shape.mapped:
+        _require_aligned(label, name, {"dy": dy, "x": x1, "x2": x2})
     parts = arrived = None
     if slices > 1:
         tiles = shape.count(n, *columns)
@@ -364,7 +364,6 @@ def backward_dw(
         "whole": int(slices == 1 and _whole(*sizes, tensors=(dy, x1, x2, dw))),
     }
     if shape.mapped:
-        _require_aligned(label, name, aligned, dy=dy, x=x1, x2=x2)
         fields |= {
             "dy": TensorMap(dy, shape.depth, rounded=False),
             "x": TensorMap(x1, shape.depth),
@@ -379,15 +378,15 @@ def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.aligned for t in tensors)
 
 
-def _require_aligned(label: str, tile: str, aligned: bool, **tensors: Tensor | None) -> None:
-    if aligned:
+def _require_aligned(label: str, tile: str, operands: Mapping[str, Tensor | None]) -> None:
+    given = {role: t for role, t in operands.items() if t is not None}
+    if _aligned(*given.values()):
         return
-    given = {role: t for role, t in tensors.items() if t is not None}
     shapes = ", ".join(f"{role} {describe(t)}" for role, t in given.items())
     raise ProgramError(
         f"linear '{label}': tile {tile!r} reads by tensor maps, but {shapes} have row strides "
         f"{[t.ld for t in given.values()]} and offsets {[t.offset for t in given.values()]}; expected multiples of 4 "
-        "elements, also of the columns of the first x"
+        "elements"
     )
 
 
@@ -442,8 +441,8 @@ def reference_dw(dy: ArrayLike, x: ArrayLike) -> tuple[NDArray[np.float64], NDAr
 def reference_rounded(x: ArrayLike, precision: str, *, mapped: bool = False) -> NDArray[np.float64]:
     """The float32 array x as a product in that precision reads it.
 
-    tf32 keeps 10 bits of the fraction, rounding ties away from zero, or to even where tiles of warpgroups read x by a
-    tensor map (`mapped`); bf16 keeps 7, ties to even; fp32 all.
+    tf32 keeps 10 bits of the fraction, rounding ties away from zero, or to even in tiles that read by tensor maps
+    (`mapped`); bf16 keeps 7, ties to even; fp32 all.
 
     Raises:
         ValueError: no such precision.
@@ -537,19 +536,18 @@ def _activation(label: str, activation: str) -> int:
 
 
 def _precision(label: str, mode: str, target: Target) -> str:
-    arch = target.arch
     if mode not in PRECISIONS:
         raise ProgramError(f"linear '{label}': unknown precision {mode!r}, expected one of {list(PRECISIONS)}")
-    number = re.match(r"sm_(\d+)", arch)
-    if mode != "fp32" and number and int(number[1]) < _OLDEST_TENSOR_ARCH:
+    if mode != "fp32" and target.arch_number is not None and target.arch_number < _OLDEST_TENSOR_ARCH:
         raise ProgramError(
-            f"linear '{label}': precision {mode!r} needs an sm_{_OLDEST_TENSOR_ARCH} or newer, not {arch}; use 'fp32'"
+            f"linear '{label}': precision {mode!r} needs an sm_{_OLDEST_TENSOR_ARCH} or newer, not {target.arch}; "
+            "use 'fp32'"
         )
     return mode
 
 
 def _tile(
-    label: str, target: Target, kind: Mapping[str, Mapping[str, Family]], of: str, mode: str, tile: str | None
+    label: str, target: Target, kind: Mapping[str, Mapping[str, Family]], mode: str, tile: str | None
 ) -> str | None:
     if tile is None:
         return None
@@ -561,8 +559,9 @@ def _tile(
             f"linear '{label}': a block of tile {tile!r} takes {size} bytes of shared memory, "
             f"the device has {target.shared_memory_optin}; choose a smaller tile"
         )
-    if TILES[mode][tile].mapped and target.kind == "cuda" and not has_mapped(target, of):
-        needed = "tensor maps, of sm_90 or newer" if of == "dw" else "the warpgroups of sm_90"
+    shape = TILES[mode][tile]
+    if target.kind == "cuda" and not has_instructions(target, shape):
+        needed = "the warpgroups of sm_90" if shape.warpgroups else "tensor maps, of sm_90 or newer"
         raise ProgramError(f"linear '{label}': tile {tile!r} needs {needed}, not {target.arch}")
     return tile
 

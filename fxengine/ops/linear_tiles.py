@@ -1,12 +1,12 @@
 """Which tile a linear product runs on: a pure function of the device, the sizes and the precision.
 
 The shapes are those that kernels exist for, in fp32 on the CUDA cores (linear.cuh) and in tf32 and bf16 on the tensor
-cores (linear_tensor.cuh). The choice minimises an estimated time; its constants only rank tiles against each other.
+cores (linear_tensor.cuh, linear_warpgroup.cuh, linear_mapped.cuh). The choice minimises an estimated time; its
+constants only rank tiles against each other.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,7 +35,8 @@ class Tile:
         depth: elements of the sum per step of the block; half of them for weight gradients on small tiles.
         stages: steps of the sum that a block holds in dynamic shared memory; 0 if its shared memory is static.
         mapped: it reads its operands by tensor maps, which sm_90 and newer have, so that their rows start at multiples
-            of 16 bytes. In forward and dx it works by warpgroups besides, which sm_90 alone has.
+            of 16 bytes.
+        warpgroups: it works by warpgroups, which sm_90 alone has.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Tile:
     depth: int
     stages: int = 0
     mapped: bool = False
+    warpgroups: bool = False
 
     @property
     def shared(self) -> int:
@@ -63,8 +65,8 @@ _TENSOR_TILES = {
     "16x16": Tile(16, 16, 128),
 }
 _WARPGROUP_TILES = {
-    "w64x128": Tile(64, 128, 32, stages=3, mapped=True),
-    "w64x64": Tile(64, 64, 32, stages=3, mapped=True),
+    "w64x128": Tile(64, 128, 32, stages=3, mapped=True, warpgroups=True),
+    "w64x64": Tile(64, 64, 32, stages=3, mapped=True, warpgroups=True),
 }
 _MAPPED_TILES = {
     "m128x64": Tile(128, 64, 32, stages=3, mapped=True),
@@ -182,7 +184,7 @@ def choose_tile(
     by side, if it is known, `aligned` says whether all rows of both operands start at multiples of 16 bytes.
     """
     share = siblings or _SIBLINGS[kind]
-    tiles = {name: t for name, t in served(target, precision, kind).items() if aligned or not t.mapped}
+    tiles = served(target, precision, kind, aligned=aligned)
 
     def cost(name: str) -> float:
         return _cost(target, tiles[name], _clocks(precision, kind)[name], rows, (columns,), depth, share=share)
@@ -195,12 +197,12 @@ def tiles_of(kind: str, precision: str) -> dict[str, Tile]:
     return {name: tile for name, tile in TILES[precision].items() if name in _clocks(precision, kind)}
 
 
-def served(target: Target, precision: str, kind: str) -> dict[str, Tile]:
-    """Those whose blocks find room on the device, and their instructions."""
+def served(target: Target, precision: str, kind: str, *, aligned: bool = True) -> dict[str, Tile]:
+    """Those whose blocks find room on the device, and their instructions; `aligned` as of `choose_tile`."""
     return {
         name: tile
         for name, tile in tiles_of(kind, precision).items()
-        if tile.shared <= target.shared_memory_optin and (not tile.mapped or has_mapped(target, kind))
+        if tile.shared <= target.shared_memory_optin and has_instructions(target, tile) and (aligned or not tile.mapped)
     }
 
 
@@ -213,12 +215,16 @@ def has_warpgroups(target: Target) -> bool:
     return target.arch in ("sm_90", "sm_90a")
 
 
-def has_mapped(target: Target, kind: str) -> bool:
-    """Whether the device has the instructions of `mapped` tiles of this kind (`forward`, `dx`, `dw`)."""
-    if kind != "dw":
+def has_tensor_maps(target: Target) -> bool:
+    """Whether the device has the instructions of the tiles that read by tensor maps."""
+    return target.arch_number is not None and target.arch_number >= _OLDEST_MAPPED_ARCH
+
+
+def has_instructions(target: Target, tile: Tile) -> bool:
+    """Whether the device has those of the tile."""
+    if tile.warpgroups:
         return has_warpgroups(target)
-    number = re.match(r"sm_(\d+)", target.arch)
-    return number is not None and int(number[1]) >= _OLDEST_MAPPED_ARCH
+    return not tile.mapped or has_tensor_maps(target)
 
 
 def choose_dw(
@@ -233,15 +239,16 @@ def choose_dw(
     outputs: int | None = None,
     aligned: bool = True,
 ) -> tuple[str, int]:
-    """Tile, and number of slices of the sum, for a weight gradient; `tile` fixes the tile.
+    """Tile, and number of slices of the sum, for a weight gradient.
+
+    `tile` fixes the tile; `aligned` is as of `choose_tile`.
 
     Weight gradients share launches if they have the same tile. So where `outputs` says how many elements all of them
     have together, and each is a sum of this depth, all take the tile that suits the whole: but for those of which too
     little would be in it. Where neither that nor `siblings` is known, each is given a sixteenth of the device, which
     favours tiles that waste no work over tiles that finish soon.
     """
-    usual = {name: t for name, t in served(target, precision, "dw").items() if aligned or not t.mapped}
-    tiles = usual if tile is None else {tile: TILES[precision][tile]}
+    tiles = served(target, precision, "dw", aligned=aligned) if tile is None else {tile: TILES[precision][tile]}
     slices = [1] if target.kind == "sim" else [s for s in _SLICES if s == 1 or depth >= s * _SLICE_ROWS]
     if tile is None and outputs is not None and target.kind == "cuda" and precision != "fp32":
         name, wanted = _choose_for_all(target, tiles, slices, outputs, depth)

@@ -57,7 +57,9 @@ def test_target_of_the_simulated_device():
 def test_target_without_hardware():
     assert Target.of("sm_90") == Target("cuda", "sm_90", 132, 232_448)
     assert Target.of("sm_90a").arch == "sm_90a"
-    assert [Target.of(arch).cluster for arch in ("sm_80", "sm_90a", "sm_120", "sim")] == [1, 8, 8, 1]
+    archs = ("sm_80", "sm_90a", "sm_120", "sim")
+    assert [Target.of(arch).arch_number for arch in archs] == [80, 90, 120, None]
+    assert [Target.of(arch).cluster for arch in archs] == [1, 8, 8, 1]
     with pytest.raises(FxError, match="known are sim, sm_75"):
         Target.of("sm_42")
 

@@ -11,6 +11,6 @@ def _tile_of_the_device(request: pytest.FixtureRequest) -> None:
     params = getattr(request.node, "callspec", None)
     if params is None:
         return
-    kind = str(params.params.get("tile", ""))[:1]
-    if kind in "wm" and kind:
-        request.getfixturevalue({"w": "warpgroups", "m": "tensor_maps"}[kind])
+    needed = {"w": "warpgroups", "m": "tensor_maps"}.get(str(params.params.get("tile"))[:1])
+    if needed:
+        request.getfixturevalue(needed)

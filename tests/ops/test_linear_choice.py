@@ -10,6 +10,7 @@ import pytest
 from fxengine.driver import Target
 from fxengine.graphs import Program, ProgramError, Tensor
 from fxengine.ops import linear
+from fxengine.ops.linear_tiles import has_instructions, has_tensor_maps, has_warpgroups, served
 
 # -- choice of tiles -------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,35 @@ def test_a_small_product_takes_the_tile_of_another_unless_that_is_large(rows: in
     other = linear.FORWARD["tf32"][linear.choose_tile(program.target, rows, 256, 48, precision="tf32")]
     assert other is not apart
     assert linear.forward(program, x, w, None, y, beside=(256, 48)).family is (other if shares else apart)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kinds"),
+    [("sm_80", ""), ("sm_89", ""), ("sm_90", "wm"), ("sm_90a", "wm"), ("sm_100", "m"), ("sm_120", "m"), ("sim", "")],
+)
+def test_tiles_that_not_all_devices_have(arch: str, kinds: str) -> None:
+    target, tiles = Target.of(arch), linear.TILES["tf32"]
+    assert (has_warpgroups(target), has_tensor_maps(target)) == ("w" in kinds, "m" in kinds)
+    assert has_instructions(target, tiles["64x64"])
+    assert has_instructions(target, tiles["w64x64"]) == ("w" in kinds)
+    assert has_instructions(target, tiles["m64x64"]) == ("m" in kinds)
+    special = {"w": {"w64x128", "w64x64"}, "m": {"m128x64", "m64x64"}}
+    for kind, its in (("forward", "w"), ("dx", "w"), ("dw", "m")):
+        expected = special[its] if its in kinds else set()
+        assert {name for name in served(target, "tf32", kind) if name[0] in "wm"} == expected
+        assert not [name for name in served(target, "tf32", kind, aligned=False) if name[0] in "wm"]
+        assert not [name for name in served(target, "bf16", kind) if name[0] in "wm"]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+@pytest.mark.parametrize("depth", [64, 256, 1024, 4096])
+def test_rows_that_are_not_aligned_choose_no_tensor_maps(arch: str, depth: int) -> None:
+    def mapped(**options: Any) -> bool:
+        name, _ = linear.choose_dw(Target.of(arch), 512, (512,), depth, precision="tf32", **options)
+        return linear.TILES["tf32"][name].mapped
+
+    assert mapped(outputs=4_000_000)
+    assert not any(mapped(aligned=False, **other) for other in ({}, {"outputs": 4_000_000}, {"siblings": 1}))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,9 @@ def test_tiles_that_need_it_are_refused_elsewhere() -> None:
         linear.forward(program, x, w, None, y, tile="w64x64")
     with pytest.raises(ProgramError, match="unknown tile 'w64x64'"):  # not for weight gradients
         linear.backward_dw(program, y, x, w, tile="w64x64")
+    with pytest.raises(ProgramError, match="tile 'm64x64' needs tensor maps, of sm_90 or newer, not sm_80"):
+        linear.backward_dw(program, y, x, w, tile="m64x64")
+    assert not program.launches
 
 
 def test_rows_that_no_tensor_map_describes() -> None:
@@ -110,6 +113,28 @@ def test_rows_that_no_tensor_map_describes() -> None:
     for first, served in ((258, False), (256, True)):
         inputs = tuple(program.tensor(f"x{first}.{n}", (4096, n), padded=True) for n in (first, 272 - first))
         assert ("_w" in linear.forward(program, inputs, wide, None, part[2]).family.name) is served
+        if not served:
+            beside = r"'wide' \[256, 272\], w beside x2 'wide' \[256, 14\] have.*offsets \[0, 0, 0, 258\]; expected"
+            with pytest.raises(ProgramError, match=beside):
+                linear.forward(program, inputs, wide, None, part[2], tile="w64x64")
+            # the columns of dw may begin anywhere: no tensor map describes it
+            assert "_m" in linear.backward_dw(program, part[2], inputs, wide, tile="m64x64").family.name
+
+
+def test_weight_gradients_that_no_tensor_map_describes() -> None:
+    program = Program(Target.of("sm_90"), "tf32")
+    dy, whole = program.tensor("dy", (4096, 512)), program.tensor("x", (4096, 516))
+    dw = program.tensor("dw", (512, 512))
+    refused = (
+        r"tile 'm64x64' reads by tensor maps, but dy 'dy' \[4096, 512\], x 'x' \[4096, 512\] have row strides "
+        r"\[512, 516\] and offsets \[0, 2\]; expected multiples of 4 elements$"
+    )
+    with pytest.raises(ProgramError, match=refused):
+        linear.backward_dw(program, dy, whole.columns(2, 514), dw, tile="m64x64")
+    assert len(program.storages) == 3 and not program.launches
+    outputs = 4_000_000
+    assert "_m" not in linear.backward_dw(program, dy, whole.columns(2, 514), dw, outputs=outputs).family.name
+    assert "_m" in linear.backward_dw(program, dy, whole.columns(4, 516), dw, outputs=outputs).family.name
 
 
 @pytest.mark.parametrize("batch", [64, 1024])
