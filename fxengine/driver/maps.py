@@ -87,8 +87,8 @@ class TensorMaps:
         self._device = device
         self._lock = threading.Lock()
         self._places: dict[bytes, int] = {}
-        self._page: Buffer | None = None
-        self._left = 0  # places in it
+        self._pages: list[Buffer] = []  # all of them: one that nobody holds would be freed under its maps
+        self._left = 0  # places in the last one
 
     def place(self, maps: Sequence[NDArray[np.uint64]]) -> list[int]:
         """Device addresses of maps (uint64 [16], from `tensor_map`); those that are new are copied. Waits.
@@ -110,7 +110,8 @@ class TensorMaps:
 
     def _room(self) -> Buffer:
         """The page that has places left."""
-        if self._page is None or self._left == 0:
+        if self._left == 0:
             arena = Arena(self._device, f"tensor maps from {len(self._places)} on", _PAGE * MAP_BYTES)
-            self._page, self._left = arena.place("maps", (_PAGE * MAP_BYTES,), np.uint8), _PAGE
-        return self._page
+            self._pages.append(arena.place("maps", (_PAGE * MAP_BYTES,), np.uint8))
+            self._left = _PAGE
+        return self._pages[-1]
