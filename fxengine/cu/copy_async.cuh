@@ -57,6 +57,15 @@ __device__ __forceinline__ void fx_shared_store(FxShared to, const float (&v)[4]
 #endif
 }
 
+__device__ __forceinline__ void fx_shared_store(FxShared to, float x, float y) {
+#if FX_DEVICE
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(x), "f"(y) : "memory");
+#else
+    reinterpret_cast<float*>(to)[0] = x;
+    reinterpret_cast<float*>(to)[1] = y;
+#endif
+}
+
 __device__ __forceinline__ void fx_shared_store(FxShared to, unsigned word) {
 #if FX_DEVICE
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(word) : "memory");

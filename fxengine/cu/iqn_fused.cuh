@@ -103,5 +103,6 @@ __device__ __forceinline__ void iqn_unit(uint4* to, const float* w, int ld, int 
 // cos(pi i tau), to 1e-6: operands are rounded to 11 bits at most behind it. Whole turns are taken off before i tau is
 // rounded.
 __device__ __forceinline__ float iqn_feature(float i, float tau) {
-    return __cosf(3.14159265f * fmaf(i, tau, -2.0f * rintf(0.5f * i * tau)));
+    const float half = 0.5f * i, turns = fmaf(half, tau, 12582912.0f) - 12582912.0f;  // to nearest
+    return __cosf(6.2831853f * fmaf(half, tau, -turns));
 }

@@ -10,14 +10,17 @@
 //   them as operand A; phi goes from one group to the other through shared memory. B is always there: cosines and
 //   dhidden lie in it twice, `across` with k along their columns, `down` with k along their rows. While the tensor
 //   cores work, a warp makes its part of the next tile, of dhidden (mixing) or of the cosines (unmixing): one barrier
-//   per tile.
-//   What that is made of is under way a tile before, in copies that take no registers.
+//   per tile. The copy engine brings what they are made of, and rounds dtheta and the hidden numbers.
+//   The tensor cores are not what this waits for: a tile takes as long as the instructions of its warps, one after the
+//   other. So whatever can is done once, by one thread, or by the choice of what lies where.
 //   The gradients of the last layer are made of what dhidden is made of, while it is there: dw_iq2 = dtheta^T hidden by
 //   the mixing warps, in products of a warp, db_iq2 by the others. All blocks of a slice see the same rows: the first
 //   makes outputs 0 to 7 of dw_iq2, the second the others, so that none has more to do than the rest.
+//   Sums of rounded numbers are db_iq2, and db_phi, which is what dw_phi has for the cosine of nothing, 1.
 //   unmixing holds w_iq1 in registers, and has some that mixing gives away.
 //   The network has 32 or 64 cosines, features in 128s, 128 hidden numbers and at most 16 outputs; 8 rows belong to one
-//   sample, and of the number of quantiles and 32 one divides the other.
+//   sample, and of the number of quantiles and 32 one divides the other. Rows of dtheta, hidden and h2 start at
+//   multiples of 16 bytes.
 #include "bulk_copy.cuh"
 #include "iqn_fused_tile.cuh"
 #include "pack.cuh"
@@ -26,10 +29,10 @@
 struct IqnWarpgroupBackward {
     int first_tile;
     int tiles;
-    const float* dtheta;     // [rows, outputs]
+    const float* dtheta;     // map of [rows, outputs], boxes of 32 rows, rounded
+    const float* hidden;     // map of [rows, 128], likewise
     const float* tau;        // [rows]
     const float* h2;         // [rows / quantiles, features]
-    const float* hidden;     // [rows, 128]
     const float* w_phi;      // [features, cosines], packed
     const float* b_phi;      // [features]
     const float* w_iq1;      // [features, 128], the transpose, packed
@@ -39,9 +42,7 @@ struct IqnWarpgroupBackward {
     float* dh2;              // [rows / quantiles, features] or null
     float* partial;          // as of iqn_fused_backward.cu, or null
     float* partial_iq2;      // [slices, outputs * 128 + outputs], the slice's share of dw_iq2, db_iq2; or null
-    int ld_dtheta;           // floats between rows
-    int ld_h2;
-    int ld_hidden;
+    int ld_h2;               // floats between rows
     int ld_iq2;
     int ld_dh2;
     int rows;
@@ -72,26 +73,67 @@ struct IqnLayout {
     static constexpr int COSINES_DOWN = COSINES, DHIDDEN_ACROSS = 2 * COSINES, DHIDDEN_DOWN = DHIDDEN_ACROSS + DHIDDEN;
     static constexpr int TILE = DHIDDEN_DOWN + DHIDDEN;
     static constexpr int OF_PHI = iqn_columns_of_block * 128;  // 32 k of w_phi
-    static constexpr int HIDDEN = 4 * iqn_rows * iqn_width, DTHETA = 4 * iqn_rows * 16;
-    static constexpr int STATES = iqn_rows / 8 * iqn_columns_of_block * 4, TAU = 4 * iqn_rows;
+    static constexpr int HIDDEN = 4 * iqn_block, DTHETA = iqn_block;
+    static constexpr int SAMPLE = iqn_columns_of_block * 4, STATES = iqn_rows / 8 * SAMPLE, TAU = 4 * iqn_rows;
 
     FxShared w_phi;   // [2][128 columns][32]
     FxShared tiles;   // two of them
     FxShared phi;     // [8 warps][4][32] quads, as the sums lie in the lanes
-    FxShared hidden;  // two times [4][256 threads] quads (iqn_place): rows 8 u + g of the thread of `mixing`
-    FxShared w_iq2;   // [2][256 threads] quads (iqn_place): units of the thread of `mixing`
-    FxShared dtheta;  // two times [32 rows][16], in quads (iqn_place)
-    FxShared states;  // two times [4][128], h2 of the sample of every 8 rows
+    FxShared hidden;  // two times four boxes [32 rows][32]
+    FxShared dtheta;  // two times a box [32 rows][32], of which 16 numbers count
+    FxShared w_iq2;   // [2][256 threads] quads: units of the thread of `mixing`
+    FxShared states;  // two times [4 samples][128], of h2
     FxShared bias;    // [128], b_phi
     FxShared tau;     // two times [32 rows]
-    FxShared db_iq2;  // [16][16], in quads (iqn_place): sums over every 16th row
+    FxShared db_iq2;  // [16][16]: sums over every 16th row
 
     __device__ __forceinline__ explicit IqnLayout(FxShared base)
         : w_phi(base), tiles(w_phi + 2 * OF_PHI), phi(tiles + 2 * TILE), hidden(phi + 8 * 4 * 32 * 16),
-          w_iq2(hidden + 2 * HIDDEN), dtheta(w_iq2 + 8 * 2 * 32 * 16), states(dtheta + 2 * DTHETA),
-          bias(states + 2 * STATES), tau(bias + iqn_columns_of_block * 4),
-          db_iq2(tau + 2 * TAU) {}
+          dtheta(hidden + 2 * HIDDEN), w_iq2(dtheta + 2 * DTHETA), states(w_iq2 + 256 * 2 * 16),
+          bias(states + 2 * STATES), tau(bias + iqn_columns_of_block * 4), db_iq2(tau + 2 * TAU) {}
 };
+
+// What a block finds out once.
+struct IqnConstants {
+    const float* h2;  // of its columns, like dh2, which may be null
+    float* dh2;
+    float scale;      // of dh2
+    int output0;      // the first of its eight of dw_iq2, 0 or 8
+    int shift;        // 8 << shift rows of a tile belong to one sample: 0, 1 or 2
+
+    __device__ __forceinline__ void find(const IqnWarpgroupBackward& r, int column0) {
+        h2 = fx_global(r.h2) + column0;
+        dh2 = r.dh2 != nullptr ? fx_global(r.dh2) + column0 : nullptr;
+        scale = r.dh2 != nullptr ? *fx_global(r.weight) * *fx_global(r.readiness) : 0.0f;
+        output0 = column0 / 16 & 8;
+        shift = r.quantiles == 8 ? 0 : r.quantiles == 16 ? 1 : 2;
+    }
+
+    // The sample that has row `row`, the first of a tile.
+    __device__ __forceinline__ int sample(const IqnWarpgroupBackward& r, int row) const {
+        return r.quantiles > iqn_rows ? row / r.quantiles : row >> (3 + shift);
+    }
+};
+
+// What the copies of a block arrive at: w_phi; of tile n, at number n mod 2, what it is made of, and its samples of h2.
+struct IqnArrivals {
+    u64 w_phi, made_of[2], states[2];
+};
+
+// What the warps of a block have in common besides.
+struct IqnShared {
+    IqnWarpgroupBackward record;
+    IqnConstants constants;
+    IqnArrivals arrivals;
+};
+
+// The same address, and what is worked out from it worked out again: kept, it would cost registers.
+__device__ __forceinline__ FxShared iqn_again(FxShared at) {
+#if FX_DEVICE
+    asm volatile("" : "+r"(at));
+#endif
+    return at;
+}
 
 // Where a thread stands: in warp `warp` of the eight of its kind. Row 8 h + g of the 16 of its fragments is column
 // 2 g + h of the warp's 16.
@@ -101,6 +143,10 @@ struct IqnPlace {
 
     __device__ __forceinline__ IqnPlace() : IqnPlace(fx_linear_again(static_cast<int>(threadIdx.x)) & 255) {}
 
+    // Of eight rows the one whose quads the lane reads as operand B. Neighbours' rows lie in different halves of a line:
+    // the eight lanes that read together meet in no bank.
+    __device__ __forceinline__ int row() const { return g ^ (g & 1) * 4; }
+
 private:
     __device__ __forceinline__ explicit IqnPlace(int of_kind)
         : thread(of_kind), warp(thread >> 5), lane(thread & 31), g(lane >> 2), t(lane & 3), column(16 * warp + 2 * g) {}
@@ -108,17 +154,16 @@ private:
 
 typedef IqnShareOf<iqn_columns_of_block> IqnShare;
 
-// Where quad number q lies of a matrix of 16 columns, four quads a row: those of a row are exchanged according to its
-// number. No access conflicts then where lanes of equal t read along a row, the four of them in four rows.
-__device__ __forceinline__ int iqn_place(int q) { return q ^ (q >> 2 & 3); }
+__device__ __forceinline__ const FxTensorMap* iqn_map(const float* address) {
+    return reinterpret_cast<const FxTensorMap*>(address);
+}
 
-// The sum over four lanes, DISTANCE apart, of their number n mod 4, which is the lane's among them.
-template <int DISTANCE>
+// The sum over four neighbouring lanes of their number n mod 4, which is the lane's among them.
 __device__ __forceinline__ float iqn_sum_of_quarter(int n, float a, float b, float c, float d) {
     const bool upper = (n & 2) != 0, odd = (n & 1) != 0;
-    const float first = (upper ? c : a) + __shfl_xor_sync(0xffffffffu, upper ? a : c, 2 * DISTANCE);
-    const float second = (upper ? d : b) + __shfl_xor_sync(0xffffffffu, upper ? b : d, 2 * DISTANCE);
-    return (odd ? second : first) + __shfl_xor_sync(0xffffffffu, odd ? first : second, DISTANCE);
+    const float first = (upper ? c : a) + __shfl_xor_sync(0xffffffffu, upper ? a : c, 2);
+    const float second = (upper ? d : b) + __shfl_xor_sync(0xffffffffu, upper ? b : d, 2);
+    return (odd ? second : first) + __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
 }
 
 // First row of the tile after the one at row0.
@@ -127,137 +172,108 @@ __device__ __forceinline__ int iqn_next(const IqnWarpgroupBackward& r, int row0)
     return run == iqn_rows || next % run == 0 ? next + (r.slices - 1) * run : next;
 }
 
-// Begins to copy four floats, of which the first `left` exist.
-__device__ __forceinline__ void iqn_copy(FxShared to, const float* from, int left, bool quads) {
-    if (quads) {
-        fx_copy_quad(to, from, left < 0 ? 0 : left < 4 ? left : 4);
-    } else {
-        FX_UNROLL
-        for (int e = 0; e < 4; ++e) fx_copy_word(to + 4 * e, from + e, e < left);
-    }
-}
-
-// Columns 16 c + 4 t .. of rows 16 i + 8 h + g of a matrix, into both of its copies. No access conflicts: lanes of the
-// upper t begin with their third number, else two of them would meet in a bank.
-__device__ __forceinline__ void iqn_store(FxShared across, FxShared down, const IqnPlace& own, const float (&v)[2][4],
-                                          int i, int c) {
-    unsigned words[2][4];
-    FX_UNROLL
-    for (int h = 0; h < 2; ++h) {
-        FX_UNROLL
-        for (int e = 0; e < 4; ++e) words[h][e] = fx_tf32_made(v[h][e]);
-    }
-    const int to = c / 2 * iqn_block + own.g * 128 + (own.g ^ c % 2 * 4) * 16 + own.t * 4;
-    FX_UNROLL
-    for (int e = 0; e < 4; ++e) {
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) fx_shared_store(across + (to ^ e * 16) + (16 * i + 8 * h) * 128, words[h][e]);
-    }
-    const int swap = own.t & 2;
-    const int row = 16 * c + 4 * own.t + swap, chunk = (row & 7) ^ (own.g & 1);
-    const int at = row * 128 + chunk * 16 + (fx_linear_again(own.g) >> 1) * 4;  // kept, half of g costs a register
-    FX_UNROLL
-    for (int e = 0; e < 4; ++e) {
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            // number e ^ swap, of row e ^ swap behind 16 c + 4 t
-            fx_shared_store(down + (at ^ e * 144 ^ (4 * i + 2 * h) * 16), swap != 0 ? words[h][e ^ 2] : words[h][e]);
-        }
-    }
-}
-
 // mixing: of the next tile dhidden, 16 columns of it per warp, and what it gives to dw_iq2.
 struct IqnMixing {
     const IqnWarpgroupBackward& r;
     const IqnLayout block;
+    IqnShared& shared;
     float dw_iq1[iqn_width / 8][4];
-    float db_iq1;           // of column 4 t + (g & 3) of the warp's
+    float db_iq1[2];        // of hidden numbers 2 g and 2 g + 1 of the warp's, over the lane's rows
     float dw_iq2[1][1][4];  // of the warp's hidden numbers, by outputs output0 .. + 7
-    int output0;            // 0 or 8
 
-    __device__ __forceinline__ IqnMixing(const IqnWarpgroupBackward& record, const IqnLayout& layout)
-        : r(record), block(layout), dw_iq1{}, db_iq1(0.0f), dw_iq2{}, output0(IqnShare(record).column0 / 16 & 8) {
+    __device__ __forceinline__ IqnMixing(const IqnWarpgroupBackward& record, const IqnLayout& layout, IqnShared& s)
+        : r(record), block(layout), shared(s), dw_iq1{}, db_iq1{}, dw_iq2{} {
         const IqnPlace own;
         if (own.thread < iqn_columns_of_block) {
             fx_shared_store(block.bias + 4 * own.thread,
                             __float_as_uint(fx_global(r.b_phi)[IqnShare(r).column0 + own.thread]));
         }
-        uint4 units[2];
-        iqn_unit_down<1>(units, fx_global(r.w_iq2), r.ld_iq2, iqn_width, r.outputs, 16 * own.warp, 4 * own.t);
         FX_UNROLL
         for (int q = 0; q < 2; ++q) {
-            const float v[4] = {__uint_as_float(units[q].x), __uint_as_float(units[q].y), __uint_as_float(units[q].z),
-                                __uint_as_float(units[q].w)};
-            fx_shared_store(block.w_iq2 + (256 * q + iqn_place(own.thread)) * 16, v);
-        }
-    }
-
-    __device__ __forceinline__ void start(int) const {}
-
-    // Half i of dhidden of a tile, from dtheta and hidden in place `slot`.
-    __device__ __forceinline__ void make(FxShared tile, int slot, int i) {
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) add(slot, 2 * i + h);
-        const IqnPlace own;
-        const int quad = iqn_place(own.thread) * 16;
-        float sums[1][2][4] = {};
-        FX_UNROLL
-        for (int q = 0; q < 2; ++q) {
-            float v[4];
-            unsigned a[1][1][4];
-            fx_shared_load(v, block.w_iq2 + 256 * 16 * q + quad);
+            float a[4];
             FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                float x, y;
-                const int row = 16 * i + 8 * h;
-                fx_shared_load(x, y, block.dtheta + slot * IqnLayout::DTHETA + row * 64 + quad % 512 + q * 8);
-                a[0][0][h] = fx_tf32(x);
-                a[0][0][2 + h] = fx_tf32(y);
+            for (int e = 0; e < 4; ++e) {
+                const int output = 4 * own.t + 2 * q + (e >> 1);
+                const float* const from = fx_global(r.w_iq2) + output * r.ld_iq2 + own.column + (e & 1);
+                a[e] = output < r.outputs ? __uint_as_float(fx_tf32_even(*from)) : 0.0f;
             }
-            iqn_multiply<1, 1>(sums, a, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                                                   __float_as_uint(v[3])));
+            fx_shared_store(block.w_iq2 + (256 * q + own.thread) * 16, a);
         }
-        float v[2][4];
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) {
-            float hidden[4];
-            fx_shared_load(hidden, block.hidden + slot * IqnLayout::HIDDEN + 256 * 16 * (2 * i + h) + quad);
-            iqn_dhidden<1>(v[h], sums, hidden, 0, h);
-        }
-        db_iq1 += iqn_sum_of_quarter<4>(own.g, v[0][0] + v[1][0], v[0][1] + v[1][1], v[0][2] + v[1][2],
-                                        v[0][3] + v[1][3]);
-        iqn_store(tile + IqnLayout::DHIDDEN_ACROSS, tile + IqnLayout::DHIDDEN_DOWN, own, v, i, own.warp);
     }
 
-    // Adds what rows 8 u .. of a tile give to dw_iq2. Word t of k is row t, word t + 4 row t + 4. Arithmetic has made
-    // hidden.
-    __device__ __forceinline__ void add(int slot, int u) {
+    __device__ __forceinline__ void begin(int, int) const {}
+
+    // Half i of dhidden^T = w_iq2^T dtheta^T slope of a tile, from what lies in place `slot`: the lane has hidden numbers
+    // 2 g and 2 g + 1 of rows 2 t and 2 t ^ 5 of each eight. No access conflicts. What it reads of the hidden numbers is
+    // operand A for dw_iq2 as well.
+    __device__ __forceinline__ void make(FxShared tile, int slot, int i) {
         const IqnPlace own;
-        const int row = own.t * 80;  // and of its quads the first (iqn_place)
-        const int of_hidden = row ^ own.g * 8, of_dtheta = row ^ own.g * 4 ^ output0 * 4;
-        const FxShared hidden = block.hidden + slot * IqnLayout::HIDDEN + (256 * u + 32 * own.warp) * 16 + of_hidden;
-        const FxShared dtheta = block.dtheta + slot * IqnLayout::DTHETA + 8 * u * 64 + of_dtheta;
-        unsigned a[1][1][4], b[1][1][2];
-        FX_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            float x, y, z;
-            fx_shared_load(x, y, hidden + half * 256);
-            fx_shared_load(z, dtheta + half * 256);
-            a[0][0][2 * half] = fx_tf32_made(x);
-            a[0][0][2 * half + 1] = fx_tf32_made(y);
-            b[0][0][half] = fx_tf32(z);
+        const FxShared dtheta = block.dtheta + slot * IqnLayout::DTHETA + 2 * i * 1024;
+        float sums[2][1][1][4] = {};
+        {
+            unsigned a[1][2][4];
+            FX_UNROLL
+            for (int q = 0; q < 2; ++q) {
+                float v[4];
+                fx_shared_load(v, block.w_iq2 + (256 * q + own.thread) * 16);
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) a[0][q][e] = __float_as_uint(v[e]);
+            }
+            FX_UNROLL
+            for (int u = 0; u < 2; ++u) {
+                float v[4];
+                unsigned b[1][2][2];
+                fx_shared_load(v, dtheta + own.row() * 128 + (own.t ^ own.row()) * 16 + u * 1024);
+                FX_UNROLL
+                for (int e = 0; e < 4; ++e) b[0][e >> 1][e & 1] = __float_as_uint(v[e]);
+                fx_mma<1, 2, 1, 1>(sums[u], a, b);
+            }
         }
-        fx_mma<1, 1, 1, 1>(dw_iq2, a, b);
+        const int line = 2 * own.t * 128, quad = (own.warp & 1) * 4 + (own.g >> 1);
+        const int at = line + (quad ^ 2 * own.t) * 16 + (own.g & 1) * 8;  // of 32 columns; in row 2 t ^ 5 at ^ 5 * 144
+        const int of_output = line + ((shared.constants.output0 / 4 + (own.g >> 2)) ^ 2 * own.t) * 16 + (own.g & 3) * 4;
+        const FxShared hidden =
+            block.hidden + slot * IqnLayout::HIDDEN + (own.warp >> 1) * iqn_block + 2 * i * 1024;
+        const FxShared across = tile + IqnLayout::DHIDDEN_ACROSS + (own.warp >> 1) * iqn_block + 2 * i * 1024;
+        // Of 8 k down place x is row 2 x, place x + 4 row 2 x + 1, as the sums of the first products lie; row g of the
+        // warp's is hidden number 2 g, row g + 8 number 2 g + 1.
+        const FxShared down = tile + IqnLayout::DHIDDEN_DOWN + (16 * own.warp + own.g) * 128;
+        FX_UNROLL
+        for (int u = 0; u < 2; ++u) {
+            float numbers[2][2], outputs[2];
+            unsigned a[1][1][4], b[1][1][2];
+            FX_UNROLL
+            for (int p = 0; p < 2; ++p) {
+                fx_shared_load(numbers[p][0], numbers[p][1], hidden + (at ^ p * 5 * 144) + u * 1024);
+                fx_shared_load(outputs[p], dtheta + (of_output ^ p * 5 * 144) + u * 1024);
+            }
+            FX_UNROLL
+            for (int p = 0; p < 2; ++p) {
+                b[0][0][p] = __float_as_uint(outputs[p]);
+                float words[2];
+                FX_UNROLL
+                for (int m = 0; m < 2; ++m) {
+                    const float number = numbers[p][m];
+                    a[0][0][2 * p + m] = __float_as_uint(number);
+                    const float v = sums[u][0][0][2 * m + p] * fx_activate_slope(FX_RELU, number);
+                    db_iq1[m] += v;
+                    words[m] = __uint_as_float(fx_tf32_even(v));
+                    fx_shared_store(down + ((4 * i + 2 * u + p) ^ own.g) * 16 + (own.t ^ 2 * p) * 4 + m * 1024,
+                                    __float_as_uint(words[m]));
+                }
+                fx_shared_store(across + (at ^ p * 5 * 144) + u * 1024, words[0], words[1]);
+            }
+            fx_mma<1, 1, 1, 1>(dw_iq2, a, b);
+        }
     }
 
-    __device__ __forceinline__ void prepare(FxShared tile, int, int) {
+    __device__ __forceinline__ void prepare(FxShared tile) {
+        fx_bulk_wait(&shared.arrivals.w_phi, 0);
         make(tile, 0, 0);
         make(tile, 0, 1);
     }
 
-    __device__ __forceinline__ void arrive() const {}
-
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int, int next, int) {
+    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int n, int, int, int, bool more) {
         float phi[4][4];
         {
             float bias[2];
@@ -271,7 +287,7 @@ struct IqnMixing {
             fx_warpgroup_begin<32>(phi, w_phi, tile);
             if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, tile + iqn_block);
         }
-        if (next < r.rows) make(other, slot ^ 1, 0);
+        if (more) make(other, n + 1 & 1, 0);
         fx_warpgroup_wait<32>(phi);
         unsigned mixed[4][4];
         {
@@ -284,17 +300,18 @@ struct IqnMixing {
                 fx_shared_store(to + j * 32 * 16, phi[j]);
             }
             iqn_hand_over<256, false>(own.warp >> 2);
-            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + (n & 1) * IqnLayout::STATES + own.column * 4;
+            const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
                 float state[2];
-                fx_shared_load(state[0], state[1], states + j * iqn_columns_of_block * 4);
+                fx_shared_load(state[0], state[1], states + (j >> shift) * IqnLayout::SAMPLE);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) mixed[j][2 * (e & 1) + (e >> 1)] = fx_tf32_made(phi[j][e] * state[e >> 1]);
+                for (int e = 0; e < 4; ++e) mixed[j][2 * (e & 1) + (e >> 1)] = fx_tf32_even(phi[j][e] * state[e >> 1]);
             }
         }
         fx_warpgroup_begin<iqn_width>(dw_iq1, mixed, tile + IqnLayout::DHIDDEN_DOWN);
-        if (next < r.rows) make(other, slot ^ 1, 1);
+        if (more) make(other, n + 1 & 1, 1);
         fx_warpgroup_wait<iqn_width>(dw_iq1);
     }
 
@@ -302,21 +319,27 @@ struct IqnMixing {
         const IqnPlace own;
         const int column0 = IqnShare(r).column0;
         if (r.partial_iq2 != nullptr && column0 <= iqn_columns_of_block) end_last();
-        float* to = to_iq1 + 2 * own.t * r.features + column0 + own.column;
+        // Row 8 j + 2 t + e of `down` is hidden number 16 (j / 2) + 4 t + 2 e + j mod 2.
+        float* const to = to_iq1 + 4 * own.t * r.features + column0 + own.column;
         FX_UNROLL
-        for (int j = 0; j < iqn_width / 8; ++j, to += 8 * r.features) {
+        for (int j = 0; j < iqn_width / 8; ++j) {
             FX_UNROLL
             for (int e = 0; e < 2; ++e) {
-                *reinterpret_cast<float2*>(to + e * r.features) = make_float2(dw_iq1[j][e], dw_iq1[j][2 + e]);
+                const int number = 16 * (j >> 1) + 2 * e + (j & 1);
+                *reinterpret_cast<float2*>(to + number * r.features) = make_float2(dw_iq1[j][e], dw_iq1[j][2 + e]);
             }
         }
-        const float sum = db_iq1 + __shfl_xor_sync(0xffffffffu, db_iq1, 16);
-        if (column0 == 0 && own.g < 4) to_bias[r.features + 16 * own.warp + 4 * own.t + own.g] = sum;
+        FX_UNROLL
+        for (int m = 0; m < 2; ++m) {
+            const float sum = fx_lanes_sum<4>(db_iq1[m]);
+            if (column0 == 0 && own.t == m) to_bias[r.features + own.column + m] = sum;
+        }
     }
 
     // The slice's share of the last layer's gradients. A barrier lies behind the last addition to db_iq2.
     __device__ __forceinline__ void end_last() const {
         const IqnPlace own;
+        const int output0 = shared.constants.output0;
         const long long all = r.outputs * (iqn_width + 1);
         float* const to = fx_global(r.partial_iq2) + IqnShare(r).slice * all;
         FX_UNROLL
@@ -329,122 +352,144 @@ struct IqnMixing {
         FX_UNROLL
         for (int row = 0; row < 16; ++row) {
             float x;
-            const int quad = iqn_place(4 * row + own.thread / 4);
-            fx_shared_load(x, block.db_iq2 + quad * 16 + own.thread % 4 * 4);
+            fx_shared_load(x, block.db_iq2 + (16 * row + own.thread) * 4);
             sum += x;
         }
         to[r.outputs * iqn_width + own.thread] = sum;
     }
 };
 
-// unmixing: of the next tile 16 of the cosines for 16 rows per warp, and what it gives to db_iq2; what tiles are made
-// of.
+// unmixing: of the next tile 16 of the cosines for 16 rows per warp, and what it gives to db_iq2.
 struct IqnUnmixing {
     const IqnWarpgroupBackward& r;
     const IqnLayout block;
+    IqnShared& shared;
     unsigned w_iq1[iqn_width / 32][4][4];
     float dw_phi[iqn_cosines / 8][4];
-    float db_phi[2], total[2];  // total: of dmixed phi over the sample's rows so far
+    float total[2];  // of dmixed phi over the sample's rows so far
 
-    __device__ __forceinline__ IqnUnmixing(const IqnWarpgroupBackward& record, const IqnLayout& layout)
-        : r(record), block(layout), dw_phi{}, db_phi{}, total{} {
+    __device__ __forceinline__ IqnUnmixing(const IqnWarpgroupBackward& record, const IqnLayout& layout, IqnShared& s)
+        : r(record), block(layout), shared(s), dw_phi{}, total{} {
         const IqnPlace own;
         fx_shared_store(block.db_iq2 + own.thread * 4, 0u);
-        const float* const from = fx_global(r.w_iq1) + (IqnShare(r).column0 + 16 * own.warp + own.g) * 32 + own.t;
+        const float* const from = fx_global(r.w_iq1) + (IqnShare(r).column0 + 16 * own.warp + own.g) * 32;
         FX_UNROLL
         for (int b = 0; b < iqn_width / 32; ++b) {
             FX_UNROLL
-            for (int s = 0; s < 4; ++s) {
+            for (int s = 0; s < 4; s += 2) {
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) {
-                    const int at = (b * r.features + 8 * (e & 1)) * 32 + ((2 * s + (e >> 1)) ^ own.g) * 4;
-                    w_iq1[b][s][e] = __float_as_uint(from[at]);
+                for (int h = 0; h < 2; ++h) {
+                    // Numbers 8 s + t + {0, 4, 8, 12} of the block: the packed order has them side by side.
+                    const int at = (b * r.features + 8 * h) * 32 + ((2 * s + own.t) ^ own.g) * 4;
+                    const uint4 quad = *reinterpret_cast<const uint4*>(from + at);
+                    w_iq1[b][s][h] = quad.x;
+                    w_iq1[b][s][2 + h] = quad.y;
+                    w_iq1[b][s + 1][h] = quad.z;
+                    w_iq1[b][s + 1][2 + h] = quad.w;
                 }
             }
         }
     }
 
-    // Begins to copy dtheta, hidden and tau of the tile at row0 into places `slot`, and h2 of the one before, at row1,
-    // into the other.
-    __device__ __forceinline__ void fetch(int row0, int row1, int slot) const {
-        const IqnPlace own;
-        {
-            const bool quads = fx_quads(r.hidden, r.ld_hidden);
-            int row = row0 + own.g;
-            const float* from = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden;
-            from += 16 * own.warp + 4 * own.t;
-            const FxShared to = block.hidden + slot * IqnLayout::HIDDEN + iqn_place(own.thread) * 16;
-            FX_UNROLL
-            for (int u = 0; u < 4; ++u, row += 8, from += 8 * r.ld_hidden) {
-                iqn_copy(to + 256 * 16 * u, from, row < r.rows ? 4 : 0, quads);
-            }
+    // By one thread of each warp, which begins to copy a part of what the tile at `row` is made of into place `slot`.
+    __device__ __forceinline__ void fetch_made_of(int warp, int row, int slot) const {
+        if (warp > 5 || row >= r.rows) return;
+        const IqnLayout to(iqn_again(block.w_phi));
+        u64* const barrier = shared.arrivals.made_of + slot;
+        const int of_tau = 4 * (r.rows - row < iqn_rows ? r.rows - row : iqn_rows);
+        if (warp < 4) {
+            if (warp == 0) fx_bulk_expect(barrier, IqnLayout::HIDDEN + IqnLayout::DTHETA + of_tau);
+            fx_bulk_copy_box(to.hidden + slot * IqnLayout::HIDDEN + warp * iqn_block, iqn_map(r.hidden), row, 32 * warp,
+                             barrier);
+        } else if (warp == 4) {
+            fx_bulk_copy_box(to.dtheta + slot * IqnLayout::DTHETA, iqn_map(r.dtheta), row, 0, barrier);
+        } else {
+            fx_bulk_copy(to.tau + slot * IqnLayout::TAU, r.tau + row, of_tau, barrier);
         }
-        const bool states = own.thread >= 128;
-        const int quad = own.thread & 127;
-        const int row = states ? row1 + quad / 32 * 8 : row0 + quad / 4;
-        const int column = states ? quad % 32 * 4 : quad % 4 * 4;
-        const int line = states ? row / r.quantiles : row, ld = states ? r.ld_h2 : r.ld_dtheta;
-        const float* const matrix = states ? fx_global(r.h2) + IqnShare(r).column0 : fx_global(r.dtheta);
-        const int left = states ? 4 : r.outputs - column;
-        const FxShared to = block.dtheta + (states ? 2 * IqnLayout::DTHETA + (slot ^ 1) * IqnLayout::STATES
-                                                   : slot * IqnLayout::DTHETA);
-        iqn_copy(to + (states ? quad : iqn_place(quad)) * 16, matrix + static_cast<long long>(line) * ld + column,
-                 row < r.rows ? left : 0, fx_quads(matrix, ld));
-        if (own.warp == 0) {
-            const int at = row0 + own.lane;
-            fx_copy_word(block.tau + slot * IqnLayout::TAU + 4 * own.lane, fx_global(r.tau) + at, at < r.rows);
-        }
-        fx_copy_commit();
     }
 
-    __device__ __forceinline__ void start(int row0) {
-        fetch(row0, r.rows, 0);
-        arrive();
+    // By a thread of warp 7: begins to copy h2 of the samples of the tile at `row` into place `slot`.
+    __device__ __forceinline__ void fetch_states(int warp, int row, int slot) const {
+        if (warp != 7 || row >= r.rows) return;
+        u64* const barrier = shared.arrivals.states + slot;
+        const IqnConstants& constants = shared.constants;
+        const int samples = 4 >> constants.shift, rows_of_sample = 8 << constants.shift;
+        fx_bulk_expect(barrier, samples * IqnLayout::SAMPLE);
+        const float* from = constants.h2 + static_cast<long long>(constants.sample(r, row)) * r.ld_h2;
+        FxShared to = block.states + slot * IqnLayout::STATES;
+#pragma unroll 1
+        for (int s = 0; s < samples; ++s, to += IqnLayout::SAMPLE) {
+            fx_bulk_copy(to, from, IqnLayout::SAMPLE, barrier);
+            row += rows_of_sample;
+            if (row < r.rows) from += r.ld_h2;  // of samples that do not exist the last
+        }
+    }
+
+    // Before anything else.
+    __device__ __forceinline__ void begin(int row0, int next) const {
+        const IqnPlace own;
+        if (own.lane != 0) return;
+        if (own.warp == 5) {
+            for (int i = 0; i < 2 * iqn_rows; ++i) fx_shared_store(block.tau + 4 * i, 0u);  // rows that do not exist
+            fx_warpgroup_fence();
+        }
+        if (own.warp == 7) shared.constants.find(r, IqnShare(r).column0);
+        fetch_made_of(own.warp, row0, 0);
+        fetch_made_of(own.warp, next, 1);
+        fetch_states(own.warp, row0, 0);
     }
 
     // Adds what a tile gives to db_iq2, two rows of an output each thread. No register is left for the sum.
     __device__ __forceinline__ void add(const IqnPlace& own, int slot) const {
-        const FxShared from = block.dtheta + slot * IqnLayout::DTHETA + own.thread * 4;
+        const int row = own.thread >> 4, output = own.thread & 15;
+        const FxShared from = block.dtheta + slot * IqnLayout::DTHETA + row * 128 + (output / 4 ^ row & 7) * 16 +
+                              output % 4 * 4;
         const FxShared to = block.db_iq2 + own.thread * 4;
         float sum, x, y;
         fx_shared_load(x, from);
-        fx_shared_load(y, from + 16 * 64);
+        fx_shared_load(y, from + 16 * 128);
         fx_shared_load(sum, to);
         fx_shared_store(to, __float_as_uint(sum + (x + y)));
     }
 
-    // The cosines of a tile, from what lies in place `slot`.
+    // The cosines of a tile, from what lies in place `slot`: numbers t, t + 4, t + 8 and t + 12 of the warp's sixteen,
+    // which packed weights have side by side.
     __device__ __forceinline__ void make(FxShared tile, int slot) const {
         const IqnPlace own;
         add(own, slot);
-        const int c = own.warp & 3, i = own.warp >> 2;
-        const float first = static_cast<float>(16 * c + 4 * own.t);
-        float v[2][4];
+        const int c = own.warp & 3, i = own.warp >> 2, row = own.row();
+        const float first = static_cast<float>(16 * c + own.t);
+        const FxShared across = tile + c / 2 * iqn_block + row * 128 + ((c % 2 * 4 + own.t) ^ row) * 16;
+        // Numbers e of the lane are rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the warp's sixteen down.
+        const int at = (16 * c + 2 * own.t) * 128 + ((row & 1) ^ 2 * own.t) * 16 + (row >> 1) * 4;
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
-            float x;
-            fx_shared_load(x, block.tau + slot * IqnLayout::TAU + (16 * i + 8 * h + own.g) * 4);
+            float x, words[4];
+            fx_shared_load(x, block.tau + slot * IqnLayout::TAU + (16 * i + 8 * h + row) * 4);
             FX_UNROLL
-            for (int e = 0; e < 4; ++e) v[h][e] = iqn_feature(first + static_cast<float>(e), x);
+            for (int e = 0; e < 4; ++e) {
+                const float cosine = iqn_feature(first + static_cast<float>(4 * e), x);
+                words[e] = __uint_as_float(fx_tf32_even(cosine));
+                fx_shared_store(tile + IqnLayout::COSINES_DOWN + (at ^ (4 * i + 2 * h) * 16 ^ (e & 1) * 144) +
+                                    (e >> 1) * 1024, __float_as_uint(words[e]));
+            }
+            fx_shared_store(across + (16 * i + 8 * h) * 128, words);
         }
-        iqn_store(tile, tile + IqnLayout::COSINES_DOWN, own, v, i, c);
     }
 
-    __device__ __forceinline__ void prepare(FxShared tile, int row0, int next) {
-        fetch(next, row0, 1);
-        make(tile, 0);
-    }
+    __device__ __forceinline__ void prepare(FxShared tile) { make(tile, 0); }
 
-    __device__ __forceinline__ void arrive() const { fx_copy_wait<0>(); }
-
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int slot, int row0, int next, int after) {
+    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int n, int row0, int next, int after, bool more) {
         float dmixed[4][4] = {};
         FX_UNROLL
         for (int b = 0; b < iqn_width / 32; ++b) {
             fx_warpgroup_begin<32>(dmixed, w_iq1[b], tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
         }
-        fetch(after, next, slot);
-        if (next < r.rows) make(other, slot ^ 1);
+        if (const IqnPlace own; own.lane == 0) {
+            fetch_made_of(own.warp, after, n & 1);
+            fetch_states(own.warp, next, n + 1 & 1);
+        }
+        if (more) make(other, n + 1 & 1);
         fx_warpgroup_wait<32>(dmixed);
         float shares[4][2] = {};
         unsigned dphi[4][4];
@@ -452,58 +497,70 @@ struct IqnUnmixing {
             const IqnPlace own;
             iqn_hand_over<256, true>(own.warp >> 2);
             const FxShared from = block.phi + (own.warp * 4 * 32 + own.lane) * 16;
-            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + (n & 1) * IqnLayout::STATES + own.column * 4;
+            const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
                 float phi[4], state[2];
                 fx_shared_load(phi, from + j * 32 * 16);
-                fx_shared_load(state[0], state[1], states + j * iqn_columns_of_block * 4);
+                fx_shared_load(state[0], state[1], states + (j >> shift) * IqnLayout::SAMPLE);
                 FX_UNROLL
                 for (int e = 0; e < 4; ++e) {
                     const int h = e >> 1;
                     const float dm = dmixed[j][e], d = phi[e] <= 0.0f ? 0.0f : dm * state[h];
                     shares[j][h] += dm * phi[e];
-                    db_phi[h] += d;
-                    dphi[j][2 * (e & 1) + h] = fx_tf32_made(d);
+                    dphi[j][2 * (e & 1) + h] = fx_tf32_even(d);
                 }
             }
         }
+        float v[2];
+        reduce(v, shares);
         fx_warpgroup_begin<iqn_cosines>(dw_phi, dphi, tile + IqnLayout::COSINES_DOWN);
-        finish(shares, block.states + slot * IqnLayout::STATES, row0);
+        finish(v, n, row0);
         fx_warpgroup_wait<iqn_cosines>(dw_phi);
     }
 
-    // dh2 of the samples whose last rows are in the tile at row0: lane t writes that of the rows from row0 + 8 t on.
-    __device__ __forceinline__ void finish(float (&shares)[4][2], FxShared states, int row0) {
+    // dh2 of the samples whose last rows are in the tile at row0: a lane writes that of the rows from row0 + 8 t on, if
+    // a sample begins there.
+    __device__ __forceinline__ void reduce(float (&v)[2], const float (&shares)[4][2]) {
         const IqnPlace own;
-        const bool whole = r.quantiles <= iqn_rows || (row0 + iqn_rows) % r.quantiles == 0;
-        FX_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            const bool ends = whole && (8 * (j + 1) % iqn_rows & (r.quantiles - 1)) == 0;
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                shares[j][h] += total[h];
-                total[h] = ends ? 0.0f : shares[j][h];
-            }
-        }
-        if (!whole) return;
-        float v[2];
+        const int shift = shared.constants.shift;
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
-            v[h] = iqn_sum_of_quarter<1>(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+            if (shift == 2) {
+                v[h] = fx_lanes_sum<4>((shares[0][h] + shares[1][h]) + (shares[2][h] + shares[3][h]));
+            } else {
+                v[h] = iqn_sum_of_quarter(own.t, shares[0][h], shares[1][h], shares[2][h], shares[3][h]);
+                if (shift == 1) v[h] += __shfl_xor_sync(0xffffffffu, v[h], 1);
+            }
         }
-        const float scale = r.dh2 != nullptr ? *fx_global(r.weight) * *fx_global(r.readiness) : 0.0f;
-        const int row = row0 + 8 * own.t;
-        const bool ends = (8 * (own.t + 1) % iqn_rows & (r.quantiles - 1)) == 0;
-        if (r.dh2 == nullptr || !ends || row >= r.rows || (scale == 0.0f && r.accumulate != 0)) return;
-        float* const to = fx_global(r.dh2) + static_cast<long long>(row / r.quantiles) * r.ld_dh2 +
-                          IqnShare(r).column0 + own.column;
+    }
+    __device__ __forceinline__ void finish(float (&v)[2], int n, int row0) {
+        const IqnConstants& constants = shared.constants;
+        const IqnPlace own;
+        const int shift = constants.shift;
+        if (r.quantiles > iqn_rows) {
+            const bool whole = (row0 + iqn_rows) % r.quantiles == 0;
+            FX_UNROLL
+            for (int h = 0; h < 2; ++h) {
+                v[h] += total[h];
+                total[h] = whole ? 0.0f : v[h];
+            }
+            if (!whole) return;
+        }
+        const bool begins = (own.t & ((1 << shift) - 1)) == 0;
+        const bool wanted = constants.dh2 != nullptr && (constants.scale != 0.0f || r.accumulate == 0);
+        if (!wanted || !begins || row0 + 8 * own.t >= r.rows) return;
+        const int number = own.t >> shift;
+        const long long sample = constants.sample(r, row0) + number;
+        float* const to = constants.dh2 + sample * r.ld_dh2 + own.column;
         float state[2];
-        fx_shared_load(state[0], state[1], states + (own.t * iqn_columns_of_block + own.column) * 4);
+        fx_shared_load(state[0], state[1], block.states + (n & 1) * IqnLayout::STATES + number * IqnLayout::SAMPLE +
+                                               own.column * 4);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
             if (r.activation != FX_NONE) v[h] *= fx_activate_slope(r.activation, state[h]);
-            const float value = fx_scaled(scale, v[h]);
+            const float value = fx_scaled(constants.scale, v[h]);
             to[h] = r.accumulate != 0 ? to[h] + value : value;
         }
     }
@@ -511,47 +568,48 @@ struct IqnUnmixing {
     __device__ __forceinline__ void end(float*, float* to_phi, float* to_bias) const {
         const IqnPlace own;
         const int column = IqnShare(r).column0 + own.column;
+        // Row 8 j + 2 t + e of `down` is cosine 8 j + t + 4 e.
         FX_UNROLL
-        for (int u = 0; u < iqn_cosines / 4; ++u) {
-            const int j = u >> 1, h = u & 1, at = 8 * j + 2 * own.t;
-            if (at < r.cosines) {
-                *reinterpret_cast<float2*>(to_phi + (column + h) * r.cosines + at) =
-                    make_float2(dw_phi[j][2 * h], dw_phi[j][2 * h + 1]);
+        for (int j = 0; j < iqn_cosines / 8; ++j) {
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                const int cosine = 8 * j + own.t + 4 * (e & 1);
+                if (cosine < r.cosines) to_phi[(column + (e >> 1)) * r.cosines + cosine] = dw_phi[j][e];
             }
         }
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
-            const float sum = fx_lanes_sum<4>(db_phi[h]);
-            if (own.t == 0) to_bias[column + h] = sum;
+            if (own.t == 0) to_bias[column + h] = dw_phi[0][2 * h];
         }
     }
 };
 
-// The way of a warpgroup of either kind through the rows of its slice. Tile n lies in place n & 1, and so do its dtheta
-// and h2.
+// The way of a warpgroup of either kind through the rows of its slice. Tile n lies in place n mod 2, and so does what it
+// is made of.
 template <class Group>
-__device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const IqnLayout& block, u64* barrier) {
-    Group group(r, block);
-    fx_bulk_wait(barrier, 0);
+__device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const IqnLayout& block, IqnShared& shared) {
+    Group group(r, block, shared);
+    int row0 = IqnShare(r).slice * iqn_run<iqn_rows>(r), next = iqn_next(r, row0);
     fx_wait();
+    group.begin(row0, next);
     fx_trigger();
-    int row0 = IqnShare(r).slice * iqn_run<iqn_rows>(r), next = iqn_next(r, row0), slot = 0;
-    group.start(row0);
     __syncthreads();
-    group.prepare(block.tiles, row0, next);
+    fx_bulk_wait(shared.arrivals.made_of, 0);
+    group.prepare(block.tiles);
 #pragma unroll 1
-    while (row0 < r.rows) {
-        const int after = iqn_next(r, next);
-        group.arrive();
+    for (int n = 0;; ++n) {
+        const int after = iqn_next(r, next), slot = n & 1;
+        const bool more = next < r.rows;
+        fx_bulk_wait(shared.arrivals.states + slot, n >> 1 & 1);
+        if (more) fx_bulk_wait(shared.arrivals.made_of + (slot ^ 1), (n + 1) >> 1 & 1);
         fx_warpgroup_fence();
         __syncthreads();
-        group.turn(block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, slot, row0, next,
-                   after);
+        group.turn(block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, n, row0, next,
+                   after, more);
+        if (!more) break;
         row0 = next;
         next = after;
-        slot ^= 1;
     }
-    group.arrive();
     if (r.partial == nullptr) return;
     const int slice = IqnShare(r).slice;
     const long long all = static_cast<long long>(iqn_width + r.cosines + 1) * r.features + iqn_width;
@@ -563,27 +621,31 @@ __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const Iq
 extern "C" __global__ void __launch_bounds__(512, 1) fx_iqn_warpgroup_backward(const IqnWarpgroupBackward* table,
                                                                               int count) {
     FX_DYN_SHARED(float4, dynamic);
-    __shared__ IqnWarpgroupBackward place;
-    __shared__ u64 barrier;
+    __shared__ IqnShared shared;
     int tile;
-    const IqnWarpgroupBackward& r = fx_record(table, count, tile, place);
+    const IqnWarpgroupBackward& r = fx_record(table, count, tile, shared.record);
     const IqnLayout block(fx_shared(fx_linear_aligned(dynamic)));
     if (threadIdx.x == 0) {
         const int blocks = r.cosines / 32, column0 = IqnShare(r).column0;
-        fx_bulk_barrier(&barrier);
-        fx_bulk_expect(&barrier, blocks * IqnLayout::OF_PHI);
+        IqnArrivals& arrivals = shared.arrivals;
+        fx_bulk_barrier(&arrivals.w_phi);
+        for (int slot = 0; slot < 2; ++slot) {
+            fx_bulk_barrier(arrivals.made_of + slot);
+            fx_bulk_barrier(arrivals.states + slot);
+        }
+        fx_bulk_expect(&arrivals.w_phi, blocks * IqnLayout::OF_PHI);
         for (int k = 0; k < blocks; ++k) {
             fx_bulk_copy(block.w_phi + k * IqnLayout::OF_PHI, r.w_phi + (k * r.features + column0) * 32,
-                         IqnLayout::OF_PHI, &barrier);
+                         IqnLayout::OF_PHI, &arrivals.w_phi);
         }
     }
     __syncthreads();
     if (threadIdx.x < 256) {
         fx_warpgroup_give<iqn_mixing_registers>();
-        iqn_walk<IqnMixing>(r, block, &barrier);
+        iqn_walk<IqnMixing>(r, block, shared);
     } else {
         fx_warpgroup_take<iqn_unmixing_registers>();
-        iqn_walk<IqnUnmixing>(r, block, &barrier);
+        iqn_walk<IqnUnmixing>(r, block, shared);
     }
 }
 

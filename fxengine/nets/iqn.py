@@ -122,7 +122,8 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
             reached = {name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")}
             last = {name: gradients.parameter(name) for name in ("w_iq2", "b_iq2")}
             accumulate_gradients = reached["w_iq1"][1]
-            if iqn_fused.makes_last_layer(target, precision, net.sizes, tau.shape[1]):
+            aligned = all(t.aligned for t in (dtheta, tau, h, stored))
+            if iqn_fused.makes_last_layer(target, precision, net.sizes, tau.shape[1], aligned=aligned):
                 reached |= last
             else:
                 linear.backward_dw(

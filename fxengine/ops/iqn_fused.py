@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fxengine.graphs import Family, Program, Tensor
+from fxengine.graphs import Family, Program, Tensor, TensorMap
 from fxengine.ops import iqn, iqn_warpgroup, linear
 from fxengine.ops.checks import require_as
 from fxengine.ops.iqn_sizes import (
@@ -125,10 +125,15 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_rows(target, precision, sizes, quantiles) > 0
 
 
-def makes_last_layer(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:
-    """Whether `backward` makes the gradients of w_iq2 and b_iq2 too; else they take a `linear.backward_dw`."""
+def makes_last_layer(
+    target: Target, precision: str, sizes: Sizes, quantiles: int, *, aligned: bool = True
+) -> bool:
+    """Whether `backward` makes the gradients of w_iq2 and b_iq2 too; else they take a `linear.backward_dw`.
+
+    `aligned` says whether all rows of its dtheta, tau, h2 and hidden start at multiples of 16 bytes (`Tensor.aligned`).
+    """
     by_warpgroups = iqn_warpgroup.fits_warpgroup_backward(target, precision, sizes, quantiles)
-    return by_warpgroups and iqn_warpgroup.reaches_last_layer(sizes)
+    return aligned and by_warpgroups and iqn_warpgroup.reaches_last_layer(sizes)
 
 
 def state_shared(precision: str) -> int:
@@ -265,12 +270,13 @@ def backward(
         accumulate_gradients: add to them instead of overwriting them.
         share: part of the device's multiprocessors to work on.
         warpgroups: make the products by warpgroups, with packed weights (default: where
-            `iqn_warpgroup.fits_warpgroup_backward` says so).
+            `iqn_warpgroup.fits_warpgroup_backward` says so, and all rows of dtheta, tau, h2 and hidden start at
+            multiples of 16 bytes).
         name: label, and beginning of the tensors declared here, `<name>.partial` and `<name>.partial_iq2`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, `fits_backward` says no, or gradients of
-            the last layer are given that are not made.
+        ValueError: shapes or dtypes do not fit, dh2 lacks weight or readiness, `fits_backward` says no, gradients of
+            the last layer are given that are not made, or warpgroups are asked for and rows start elsewhere.
     """
     sizes = weights.sizes
     fields, reads = _gradient(
@@ -289,13 +295,16 @@ def backward(
     rows, quantiles = tau.size, tau.shape[1]
     shape = f"{sizes} with {quantiles} quantiles"
     if warpgroups is None:
-        warpgroups = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
+        fits = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
+        warpgroups = fits and all(t.aligned for t in (dtheta, tau, h2, hidden))
     if warpgroups:
         served = iqn_warpgroup.warpgroup_backward_shape(program.target, program.precision, sizes, quantiles)
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
+        _require_aligned(name, dtheta=dtheta, tau=tau, h2=h2, hidden=hidden)
         height, family = iqn_warpgroup.WARPGROUP_ROWS, iqn_warpgroup.warpgroup_backward_family()
         w_phi, w_iq1 = iqn_warpgroup.packed_for_backward(program, weights)
-        fields |= {"partial_iq2": 0}
+        del fields["ld_dtheta"], fields["ld_hidden"]
+        fields |= {"dtheta": TensorMap(dtheta, height), "hidden": TensorMap(hidden, height), "partial_iq2": 0}
         makes_last = iqn_warpgroup.reaches_last_layer(sizes)
     else:
         height = backward_rows(program.target, program.precision, sizes, quantiles)
@@ -431,7 +440,7 @@ def _gradient(
     activation: linear.Activation,
     accumulate: bool,
     name: str,
-) -> tuple[dict[str, Tensor | int], list[Tensor | None]]:
+) -> tuple[dict[str, Tensor | TensorMap | int], list[Tensor | None]]:
     """The fields that records of gradients have in common, and what they read: all but w_phi and w_iq1, of which some
     have copies. Checks the arguments."""
     sizes = weights.sizes
@@ -446,7 +455,7 @@ def _gradient(
         require_as(tensor, shape, role, f"tau is {tau.shape} and the parameters are {sizes}", name)
     if dh2 is not None and (weight is None or readiness is None):
         raise ValueError(f"'{name}': dh2 needs weight and readiness")
-    fields: dict[str, Tensor | int] = {
+    fields: dict[str, Tensor | TensorMap | int] = {
         "dtheta": dtheta,
         "tau": tau,
         "h2": h2,
@@ -661,6 +670,15 @@ def _require_served(served: bool, program: Program, shape: str, label: str, see:
             f"'{label}': {shape} in {program.precision} on {program.target} is not for the fused kernels (see {see}); "
             "use the separate layers"
         )
+
+
+def _require_aligned(label: str, **tensors: Tensor) -> None:
+    for role, tensor in tensors.items():
+        if not tensor.aligned:
+            raise ValueError(
+                f"'{label}': rows of {role} must start at multiples of 16 bytes for the kernel by warpgroups, got offset "
+                f"{tensor.offset} and row stride {tensor.ld} (floats); declare it padded=True, or pass warpgroups=False"
+            )
 
 
 def _parameters(weights: Weights) -> dict[str, Tensor | int]:

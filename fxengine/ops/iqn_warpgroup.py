@@ -35,14 +35,14 @@ _FORWARD_ROWS = 64
 # Outputs of which a block of the backward can make the last layer's gradients.
 _LAST_OUTPUTS = 8
 
-# Dynamic shared memory of a block of the backward: w_phi, two tiles, phi, hidden numbers, w_iq2, dtheta, h2, b_phi,
-# tau, db_iq2 (IqnLayout), aligned.
+# Dynamic shared memory of a block of the backward (IqnLayout): w_phi; two tiles; phi, and two times the hidden numbers;
+# two times dtheta, in boxes of 32 columns; w_iq2; b_phi, two times h2; tau, db_iq2. Aligned.
 _WARPGROUP_BACKWARD_SHARED = (
     512 * MAX_COSINES
     + 16 * WARPGROUP_ROWS * (MAX_COSINES + MAX_WIDTH)
     + 4 * WARPGROUP_ROWS * (BACKWARD_COLUMNS + 2 * MAX_WIDTH)
+    + 256 * WARPGROUP_ROWS
     + 64 * MAX_WIDTH
-    + 8 * WARPGROUP_ROWS * BACKWARD_OUTPUTS
     + (WARPGROUP_ROWS + 4) * BACKWARD_COLUMNS
     + 8 * WARPGROUP_ROWS
     + 64 * BACKWARD_OUTPUTS

@@ -27,7 +27,8 @@ SIZES = iqn_fused.Sizes(20, 24, 40, 5)
 
 
 class Net:
-    """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows."""
+    """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows, and if they are to be
+    `aligned` as many more as bring the next row to a multiple of 16 bytes."""
 
     def __init__(
         self,
@@ -38,10 +39,12 @@ class Net:
         quantiles: int = 16,
         sizes: iqn_fused.Sizes = SIZES,
         pad: int = 0,
+        aligned: bool = False,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.device, self.sizes, self.batch, self.quantiles, self.pad = device, sizes, batch, quantiles, pad
+        self.device, self.sizes, self.batch, self.quantiles = device, sizes, batch, quantiles
+        self.pad, self.aligned = pad, aligned
         self.program = Program(device.target, precision)
         self.whole: dict[str, Tensor] = {}  # outputs with the columns behind them
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
@@ -62,8 +65,12 @@ class Net:
     def rows(self) -> int:
         return self.batch * self.quantiles
 
+    def gap(self, columns: int) -> int:
+        """Columns behind so many."""
+        return self.pad + (-(columns + self.pad) % 4 if self.aligned else 0)
+
     def data(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
-        pad = self.pad if array.ndim == 2 and name != "tau" else 0
+        pad = self.gap(array.shape[1]) if array.ndim == 2 and name != "tau" else 0
         if not pad:
             return self.program.tensor(name, array.shape, arena="inputs", data=array)
         wide = np.full((array.shape[0], array.shape[1] + pad), np.nan, np.float32)
@@ -71,7 +78,7 @@ class Net:
         return self.program.tensor(name, wide.shape, arena="inputs", data=wide).columns(0, array.shape[1])
 
     def output(self, name: str, columns: int) -> Tensor:
-        data = np.full((self.rows, columns + self.pad), 77.0, np.float32)
+        data = np.full((self.rows, columns + self.gap(columns)), 77.0, np.float32)
         self.whole[name] = self.program.tensor(name, data.shape, arena="state", data=data)
         return self.whole[name].columns(0, columns)
 
@@ -291,7 +298,7 @@ def test_backward_by_warpgroups(
     warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int, accumulate: bool
 ) -> None:
     """Against float64, with the last layer where enough blocks see the same rows."""
-    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad, aligned=True)
     dtheta = np.random.default_rng(5).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
     gradients = backward(net, dtheta, activation="elu", accumulate=accumulate, warpgroups=True)
     found = dict(zip(gradients, net.run(*gradients.values()), strict=True))
@@ -312,7 +319,7 @@ SMALL = iqn_fused.Sizes(32, 128, 128, 5)
 def gradients_by_warpgroups(
     device: Device, dtheta: np.ndarray[Any, Any], *, quantiles: int, **options: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
-    net = Net(device, "tf32", batch=len(dtheta) // quantiles, quantiles=quantiles, sizes=SMALL)
+    net = Net(device, "tf32", batch=len(dtheta) // quantiles, quantiles=quantiles, sizes=SMALL, aligned=True)
     gradients = backward(net, dtheta, warpgroups=True, **options)
     return dict(zip(gradients, net.run(*gradients.values()), strict=True))
 
@@ -335,7 +342,7 @@ def test_nan_stays_with_its_output_in_the_last_layer(warpgroups: Device) -> None
     """And numbers beyond the outputs are not seen: they are NaN behind the rows of dtheta and hidden."""
     sizes, found = replace(SMALL, features=256, outputs=11), []
     for sick in (None, 2, 9):
-        net = Net(warpgroups, "tf32", batch=5, quantiles=8, sizes=sizes, pad=1)
+        net = Net(warpgroups, "tf32", batch=5, quantiles=8, sizes=sizes, pad=1, aligned=True)
         dtheta = np.random.default_rng(3).normal(size=(net.rows, sizes.outputs)).astype(np.float32)
         if sick is not None:
             dtheta[21, sick] = np.nan
@@ -526,6 +533,7 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
     assert not iqn_warpgroup.fits_warpgroup_backward(ampere, "tf32", usual, 32)
     assert iqn_fused.makes_last_layer(hopper, "tf32", usual, 32)
+    assert not iqn_fused.makes_last_layer(hopper, "tf32", usual, 32, aligned=False)
     assert iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128, outputs=8), 32)
     assert not iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128), 32)
     assert not iqn_fused.makes_last_layer(hopper, "bf16", usual, 32)
@@ -551,6 +559,10 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
     with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
         backward(Net(device, "tf32"), np.zeros((48, SIZES.outputs), np.float32), warpgroups=True)
+    for sizes, pad, role in ((SMALL, 0, "dtheta"), (replace(SMALL, outputs=8), 2, "dtheta"), (SMALL, 3, "h2")):
+        net = Net(device, "tf32", sizes=sizes, pad=pad)
+        with pytest.raises(ValueError, match=rf"rows of {role} must start at multiples of 16 bytes .* padded=True"):
+            backward(net, np.zeros((48, sizes.outputs), np.float32), warpgroups=True)
     for roles, reason in (
         (("w_iq2", "b_iq2"), r"are not made here \(see makes_last_layer\)"),
         (("b_iq2",), r"together, got that of b_iq2 alone"),
