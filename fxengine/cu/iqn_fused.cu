@@ -130,7 +130,7 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
     const IqnWeights<WORD> weights(r, shared);
     const bool quads = fx_quads(r.h2, r.ld_h2), same = M == 2 || r.quantiles % 16 == 0;
     unsigned features[iqn_phi_chunks * STEPS][M][1][4];
-    const float first = static_cast<float>(fx_linear_again(4 * t));  // else a register for every factor, all the time
+    const float first = static_cast<float>(fx_linear_again(2 * t));  // else a register for every factor, all the time
     FX_UNROLL
     for (int i = 0; i < M; ++i) {
         float tau[2];
@@ -144,8 +144,9 @@ __device__ __forceinline__ void iqn_rows(const IqnForward& r, uint4* shared, int
             float v[2][4];
             FX_UNROLL
             for (int e = 0; e < 4; ++e) {
-                v[0][e] = iqn_feature(first + static_cast<float>(16 * c + e), tau[0]);
-                v[1][e] = iqn_feature(first + static_cast<float>(16 * c + e), tau[1]);
+                const float half = first + 0.5f * static_cast<float>(16 * c + e);
+                v[0][e] = iqn_feature(half, tau[0]);
+                v[1][e] = iqn_feature(half, tau[1]);
             }
             FX_UNROLL
             for (int q = 0; q < STEPS; ++q) iqn_fragment<WORD, true>(features[c * STEPS + q][i][0], v, q);

@@ -100,9 +100,9 @@ __device__ __forceinline__ void iqn_unit(uint4* to, const float* w, int ld, int 
     }
 }
 
-// cos(pi i tau), to 1e-6: operands are rounded to 11 bits at most behind it. Whole turns are taken off before i tau is
-// rounded.
-__device__ __forceinline__ float iqn_feature(float i, float tau) {
-    const float half = 0.5f * i, turns = fmaf(half, tau, 12582912.0f) - 12582912.0f;  // to nearest
+// cos(pi i tau) of half = i / 2, to 1e-6: operands are rounded to 11 bits at most behind it. Whole turns, which the addition
+// of 1.5 * 2^23 rounds to, are taken off before i tau is rounded.
+__device__ __forceinline__ float iqn_feature(float half, float tau) {
+    const float turns = fmaf(half, tau, 12582912.0f) - 12582912.0f;
     return __cosf(6.2831853f * fmaf(half, tau, -turns));
 }

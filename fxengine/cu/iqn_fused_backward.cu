@@ -507,13 +507,13 @@ struct IqnUnmixing {
 
     __device__ __forceinline__ void make(const Tile& tile, int) {
         const IqnPlace own;
-        const float first = static_cast<float>(16 * own.pair + 4 * own.t);
+        const float first = 0.5f * static_cast<float>(16 * own.pair + 4 * own.t);
 #pragma unroll 2
         for (int u = 0; u < 2 * DOWN; ++u) {
             const float x = __shfl_sync(0xffffffffu, tau, 8 * u + own.g);
             float v[4];
             FX_UNROLL
-            for (int e = 0; e < 4; ++e) v[e] = iqn_feature(first + static_cast<float>(e), x);
+            for (int e = 0; e < 4; ++e) v[e] = iqn_feature(first + 0.5f * static_cast<float>(e), x);
             tile.cosines.store(own.lane, v, u >> 1, u & 1, own.pair);
         }
     }

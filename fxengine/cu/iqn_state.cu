@@ -180,11 +180,11 @@ struct IqnChunk {
     __device__ __forceinline__ void fill(const IqnState& r, const IqnOwn<WORD>& own, const IqnHeld& held, int row0,
                                          int end) const {
         const int warp = static_cast<int>(threadIdx.x) >> 5, t = static_cast<int>(threadIdx.x) & 3;
-        const float first = static_cast<float>(16 * (warp >> 1) + 4 * t);
+        const float first = 0.5f * static_cast<float>(16 * (warp >> 1) + 4 * t);
         float made[1][2][4];
         FX_UNROLL
         for (int e = 0; e < 8; ++e) {
-            made[0][e >> 2][e & 3] = iqn_feature(first + static_cast<float>(e & 3), held.tau[e >> 2]);
+            made[0][e >> 2][e & 3] = iqn_feature(first + 0.5f * static_cast<float>(e & 3), held.tau[e >> 2]);
         }
         FX_UNROLL
         for (int q = 0; q < STEPS; ++q) {

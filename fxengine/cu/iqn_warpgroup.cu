@@ -6,7 +6,8 @@
 //   A block holds all weights in shared memory, packed (pack.cuh). A warpgroup takes groups of 64 rows, the blocks of a
 //   record one after the other; it makes phi 64 columns at a time and multiplies them on at once. Operand A is always in
 //   registers: the sums of a product with packed rows are, for a product with packed k, in the lanes that want them.
-//   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample.
+//   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample. Rows of h2 and
+//   hidden start at multiples of 16 bytes.
 #include "bulk_copy.cuh"
 #include "iqn_fused.cuh"
 #include "pack.cuh"
@@ -100,9 +101,9 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     const int row = row0 + (static_cast<int>(threadIdx.x) >> 5 & 3) * 16 + g;  // and 8 below it
     const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
     const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
-    const bool quads = fx_quads(r.h2, r.ld_h2);
     unsigned cosines[2][4][4] = {};
     {
+        const float first = static_cast<float>(fx_linear_again(2 * t));  // else a register for every factor, all the time
         float tau[2];
         FX_UNROLL
         for (int h = 0; h < 2; ++h) tau[h] = row + 8 * h < r.rows ? fx_global(r.tau)[row + 8 * h] : 0.0f;
@@ -113,7 +114,9 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[h][e] = iqn_feature(static_cast<float>(16 * c + 4 * t + e), tau[h]);
+                for (int e = 0; e < 4; ++e) {
+                    v[h][e] = iqn_feature(first + 0.5f * static_cast<float>(16 * c + e), tau[h]);
+                }
             }
             iqn_steps_of(cosines[c / 2][c % 2 * 2], cosines[c / 2][c % 2 * 2 + 1], v);
         }
@@ -121,7 +124,8 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
     float hidden[iqn_wide / 8][4] = {};
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
-        float phi[iqn_part / 8][4], state[iqn_part / 16][4];
+        float phi[iqn_part / 8][4];
+        float4 states[iqn_part / 16];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
             const float4 bias = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
@@ -138,17 +142,20 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
         fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
         if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
         FX_UNROLL
-        for (int q = 0; q < iqn_part / 16; ++q) fx_load(state[q], h2 + iqn_part * c + 16 * q, 4, quads);
+        for (int q = 0; q < iqn_part / 16; ++q) {
+            states[q] = *reinterpret_cast<const float4*>(h2 + iqn_part * c + 16 * q);
+        }
         fx_warpgroup_wait<iqn_part>(phi);
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
+            const float state[4] = {states[q].x, states[q].y, states[q].z, states[q].w};
             float v[2][4];
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
                 iqn_quad(v[h], phi[2 * q], phi[2 * q + 1], h);
                 FX_UNROLL
-                for (int e = 0; e < 4; ++e) v[h][e] = state[q][e] * fx_activate(FX_RELU, v[h][e]);
+                for (int e = 0; e < 4; ++e) v[h][e] = state[e] * fx_activate(FX_RELU, v[h][e]);
             }
             iqn_steps_of(mixed[q / 2][q % 2 * 2], mixed[q / 2][q % 2 * 2 + 1], v);
         }
@@ -162,7 +169,9 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
 
     unsigned words[iqn_wide / 32][4][4];
     const float* const biases = weights.biases + r.features + 4 * t;
-    const bool quads_hidden = fx_quads(r.hidden, r.ld_hidden);
+    float* const kept = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden + 4 * t;
+    float* const below = kept + 8 * r.ld_hidden;
+    const bool keeps = r.hidden != nullptr && row < r.rows, keeps_below = r.hidden != nullptr && row + 8 < r.rows;
     FX_UNROLL
     for (int p = 0; p < iqn_wide / 16; ++p) {
         const float4 quad = *reinterpret_cast<const float4*>(biases + 16 * p);
@@ -173,9 +182,9 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             iqn_quad(v[h], hidden[2 * p], hidden[2 * p + 1], h);
             FX_UNROLL
             for (int e = 0; e < 4; ++e) v[h][e] = fx_activate(FX_RELU, v[h][e] + bias[e]);
-            if (r.hidden != nullptr && row + 8 * h < r.rows) {
-                float* const to = fx_global(r.hidden) + static_cast<long long>(row + 8 * h) * r.ld_hidden + 4 * t;
-                fx_store(to + 16 * p, v[h], 4, quads_hidden);
+            if (h == 0 ? keeps : keeps_below) {
+                *reinterpret_cast<float4*>((h == 0 ? kept : below) + 16 * p) =
+                    make_float4(v[h][0], v[h][1], v[h][2], v[h][3]);
             }
         }
         iqn_steps_of(words[p / 2][p % 2 * 2], words[p / 2][p % 2 * 2 + 1], v);

@@ -458,7 +458,7 @@ struct IqnUnmixing {
         const IqnPlace own;
         add(own, slot);
         const int c = own.warp & 3, i = own.warp >> 2, row = own.row();
-        const float first = static_cast<float>(16 * c + own.t);
+        const float first = 0.5f * static_cast<float>(16 * c + own.t);
         const FxShared across = tile + c / 2 * iqn_block + row * 128 + ((c % 2 * 4 + own.t) ^ row) * 16;
         // Numbers e of the lane are rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the warp's sixteen down.
         const int at = (16 * c + 2 * own.t) * 128 + ((row & 1) ^ 2 * own.t) * 16 + (row >> 1) * 4;
@@ -468,7 +468,7 @@ struct IqnUnmixing {
             fx_shared_load(x, block.tau + slot * IqnLayout::TAU + (16 * i + 8 * h + row) * 4);
             FX_UNROLL
             for (int e = 0; e < 4; ++e) {
-                const float cosine = iqn_feature(first + static_cast<float>(4 * e), x);
+                const float cosine = iqn_feature(first + static_cast<float>(2 * e), x);
                 words[e] = __uint_as_float(fx_tf32_even(cosine));
                 fx_shared_store(tile + IqnLayout::COSINES_DOWN + (at ^ (4 * i + 2 * h) * 16 ^ (e & 1) * 144) +
                                     (e >> 1) * 1024, __float_as_uint(words[e]));

@@ -125,9 +125,7 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_rows(target, precision, sizes, quantiles) > 0
 
 
-def makes_last_layer(
-    target: Target, precision: str, sizes: Sizes, quantiles: int, *, aligned: bool = True
-) -> bool:
+def makes_last_layer(target: Target, precision: str, sizes: Sizes, quantiles: int, *, aligned: bool = True) -> bool:
     """Whether `backward` makes the gradients of w_iq2 and b_iq2 too; else they take a `linear.backward_dw`.
 
     `aligned` says whether all rows of its dtheta, tau, h2 and hidden start at multiples of 16 bytes (`Tensor.aligned`).
@@ -181,21 +179,24 @@ def forward(
         hidden: float32 [B*N, I] for the activations that a backward needs, or None.
         share: part of the device's multiprocessors to work on; records that run at the same time divide it.
         warpgroups: make the products by warpgroups, with packed weights (default: where
-            `iqn_warpgroup.fits_warpgroup` says so).
+            `iqn_warpgroup.fits_warpgroup` says so, and all rows of h2 and hidden start at multiples of 16 bytes).
         label: shown in tables (default: the name of `theta`).
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or `fits` says no; the message shows both sides.
+        ValueError: shapes or dtypes do not fit, `fits` says no, or warpgroups are asked for and rows start elsewhere;
+            the message shows both sides.
     """
     label = label or theta.name
     sizes = weights.sizes
     rows, quantiles = _check(tau, h2, weights, label)
     if warpgroups is None:
-        warpgroups = iqn_warpgroup.fits_warpgroup(program.target, program.precision, sizes, quantiles)
+        by_warpgroups = iqn_warpgroup.fits_warpgroup(program.target, program.precision, sizes, quantiles)
+        warpgroups = by_warpgroups and _aligned(h2, hidden)
     if warpgroups:
         served = iqn_warpgroup.warpgroup_shape(program.target, program.precision, sizes, quantiles)
         shape = f"{sizes} with {quantiles} quantiles"
         _require_served(served, program, shape, label, "fits_warpgroup")
+        _require_aligned(label, h2=h2, hidden=hidden)
     else:
         _require_served(fits(program.target, program.precision, sizes), program, str(sizes), label, "fits")
     require_as(theta, (rows, sizes.outputs), "theta", f"tau is {tau.shape}", label)
@@ -295,8 +296,8 @@ def backward(
     rows, quantiles = tau.size, tau.shape[1]
     shape = f"{sizes} with {quantiles} quantiles"
     if warpgroups is None:
-        fits = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
-        warpgroups = fits and all(t.aligned for t in (dtheta, tau, h2, hidden))
+        by_warpgroups = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
+        warpgroups = by_warpgroups and _aligned(dtheta, tau, h2, hidden)
     if warpgroups:
         served = iqn_warpgroup.warpgroup_backward_shape(program.target, program.precision, sizes, quantiles)
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
@@ -672,12 +673,18 @@ def _require_served(served: bool, program: Program, shape: str, label: str, see:
         )
 
 
-def _require_aligned(label: str, **tensors: Tensor) -> None:
+def _aligned(*tensors: Tensor | None) -> bool:
+    """Whether all rows of those that there are start at multiples of 16 bytes."""
+    return all(t is None or t.aligned for t in tensors)
+
+
+def _require_aligned(label: str, **tensors: Tensor | None) -> None:
     for role, tensor in tensors.items():
-        if not tensor.aligned:
+        if tensor is not None and not tensor.aligned:
             raise ValueError(
-                f"'{label}': rows of {role} must start at multiples of 16 bytes for the kernel by warpgroups, got offset "
-                f"{tensor.offset} and row stride {tensor.ld} (floats); declare it padded=True, or pass warpgroups=False"
+                f"'{label}': rows of {role} must start at multiples of 16 bytes for the kernel by warpgroups, got "
+                f"offset {tensor.offset} and row stride {tensor.ld} (floats); declare it padded=True, or pass "
+                "warpgroups=False"
             )
 
 

@@ -28,7 +28,7 @@ SIZES = iqn_fused.Sizes(20, 24, 40, 5)
 
 class Net:
     """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows, and if they are to be
-    `aligned` as many more as bring the next row to a multiple of 16 bytes."""
+    `aligned`, all but theta have as many more as bring the next row to a multiple of 16 bytes."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class Net:
         return self.program.tensor(name, wide.shape, arena="inputs", data=wide).columns(0, array.shape[1])
 
     def output(self, name: str, columns: int) -> Tensor:
-        data = np.full((self.rows, columns + self.gap(columns)), 77.0, np.float32)
+        gap = self.pad if name == "theta" else self.gap(columns)
+        data = np.full((self.rows, columns + gap), 77.0, np.float32)
         self.whole[name] = self.program.tensor(name, data.shape, arena="state", data=data)
         return self.whole[name].columns(0, columns)
 
@@ -142,7 +143,7 @@ def test_forward_by_warpgroups(
     warpgroups: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes, pad: int
 ) -> None:
     """Against float64, whatever runs beside; and a row has the same bits in every batch."""
-    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad)
+    net = Net(warpgroups, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, pad=pad, aligned=True)
     theta, hidden, again = (net.output(n, c) for n, c in (("theta", sizes.outputs), ("hidden", 128), ("again", 128)))
     tau, h2 = net.tensors["tau"], net.tensors["h2"]
     iqn_fused.forward(net.program, tau, h2, net.weights, theta, hidden=hidden, warpgroups=True)
@@ -559,6 +560,12 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         backward(Net(device, "tf32", quantiles=24), np.zeros((72, SIZES.outputs), np.float32))
     with pytest.raises(ValueError, match=r"see fits_warpgroup_backward"):
         backward(Net(device, "tf32"), np.zeros((48, SIZES.outputs), np.float32), warpgroups=True)
+    for pad, gap, role in ((1, 0, "h2"), (0, 1, "hidden")):
+        net = Net(device, "tf32", sizes=SMALL, pad=pad)
+        tau, h2, theta = net.tensors["tau"], net.tensors["h2"], net.output("theta", SMALL.outputs)
+        hidden = net.program.tensor("hidden", (net.rows, SMALL.width + gap)).columns(0, SMALL.width)
+        with pytest.raises(ValueError, match=rf"rows of {role} must start at multiples of 16 bytes .* padded=True"):
+            iqn_fused.forward(net.program, tau, h2, net.weights, theta, hidden=hidden, warpgroups=True)
     for sizes, pad, role in ((SMALL, 0, "dtheta"), (replace(SMALL, outputs=8), 2, "dtheta"), (SMALL, 3, "h2")):
         net = Net(device, "tf32", sizes=sizes, pad=pad)
         with pytest.raises(ValueError, match=rf"rows of {role} must start at multiples of 16 bytes .* padded=True"):
