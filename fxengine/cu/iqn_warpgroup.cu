@@ -6,6 +6,7 @@
 //   A block holds all weights in shared memory, packed (pack.cuh). A warpgroup takes groups of 64 rows, the blocks of a
 //   record one after the other; it makes phi 64 columns at a time and multiplies them on at once. Operand A is always in
 //   registers: the sums of a product with packed rows are, for a product with packed k, in the lanes that want them.
+//   A warp's 16 rows belong to one sample, whose h2 the copy engine brings while the warp ends the rows before.
 //   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample. Rows of h2 and
 //   hidden start at multiples of 16 bytes.
 #include "bulk_copy.cuh"
@@ -44,12 +45,14 @@ constexpr int iqn_groups = 3;  // warpgroups of a block
 constexpr int iqn_wide = 128;  // hidden numbers
 constexpr int iqn_part = 64;   // features of a chunk
 constexpr int iqn_most = 8;    // chunks that have a barrier
+constexpr int iqn_warps = 4 * iqn_groups;
 
-// The shared memory of a block: packed weights, biases.
+// The shared memory of a block: packed weights, biases, h2 of a sample for each warp.
 struct IqnResident {
     int chunks, last_rows, phi_blocks;
     FxShared phi, iq1, iq2;
     float* biases;  // phi, hidden, theta
+    float* states;  // of the warp
 
     __device__ __forceinline__ IqnResident(const IqnWarpgroup& r, float* shared)
         : chunks(r.features / iqn_part), last_rows(fx_packed_rows(r.outputs)), phi_blocks(r.cosines / 32) {
@@ -57,6 +60,7 @@ struct IqnResident {
         iq1 = phi + phi_blocks * r.features * 128;
         iq2 = iq1 + r.features * iqn_wide * 4;
         biases = shared + r.features * (32 * phi_blocks + iqn_wide) + iqn_wide * last_rows;
+        states = biases + r.features + iqn_wide + last_rows + (static_cast<int>(threadIdx.x) >> 5) * r.features;
     }
 
     // By one thread. What chunk c of the features needs comes in phase 0 of barrier c; w_iq2 comes with the last.
@@ -75,6 +79,26 @@ struct IqnResident {
     }
 };
 
+// By a warp: begins to copy h2 of the sample that its rows from `row` on belong to. What was copied before is no longer
+// read.
+__device__ __forceinline__ void iqn_fetch_states(const IqnWarpgroup& r, const IqnResident& weights, u64* barrier,
+                                                 int row) {
+    __syncwarp();
+    if ((threadIdx.x & 31) != 0 || row >= r.rows) return;
+    fx_bulk_expect(barrier, 4 * r.features);
+    fx_bulk_copy(fx_shared(weights.states), fx_global(r.h2) + static_cast<long long>(row / r.quantiles) * r.ld_h2,
+                 4 * r.features, barrier);
+}
+
+// tau of the lane's two of 16 rows.
+__device__ __forceinline__ void iqn_load_tau(float (&tau)[2], const IqnWarpgroup& r, int row0) {
+    FX_UNROLL
+    for (int h = 0; h < 2; ++h) {
+        const int row = row0 + 8 * h + (static_cast<int>(threadIdx.x) >> 2 & 7);
+        tau[h] = row < r.rows ? fx_global(r.tau)[row] : 0.0f;
+    }
+}
+
 // The lane's four numbers of 16 columns of row 8 h + g, from the sums of two fragments.
 __device__ __forceinline__ void iqn_quad(float (&v)[4], const float (&even)[4], const float (&odd)[4], int h) {
     v[0] = even[2 * h];
@@ -87,26 +111,22 @@ __device__ __forceinline__ void iqn_quad(float (&v)[4], const float (&even)[4], 
 __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd)[4], const float (&v)[2][4]) {
     FX_UNROLL
     for (int h = 0; h < 2; ++h) {
-        even[h] = fx_tf32_made(v[h][0]);
-        even[2 + h] = fx_tf32_made(v[h][1]);
-        odd[h] = fx_tf32_made(v[h][2]);
-        odd[2 + h] = fx_tf32_made(v[h][3]);
+        even[h] = fx_tf32_even(v[h][0]);
+        even[2 + h] = fx_tf32_even(v[h][1]);
+        odd[h] = fx_tf32_even(v[h][2]);
+        odd[2 + h] = fx_tf32_even(v[h][3]);
     }
 }
 
-// 64 rows from row0 on, of which the warp has 16; the first that it takes wait for the weights.
+// 64 rows, of which the warp has the 16 from row0 on; the first that it takes, number 0, wait for the weights. `next`: the
+// first of its rows of the 64 that follow, whose tau it leaves behind.
 __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
-                                                  int row0, bool first) {
+                                                  u64* arrival, float (&tau)[2], int row0, int next, int number) {
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-    const int row = row0 + (static_cast<int>(threadIdx.x) >> 5 & 3) * 16 + g;  // and 8 below it
-    const int sample = (row < r.rows ? row : r.rows - 1) / r.quantiles;
-    const float* h2 = fx_global(r.h2) + static_cast<long long>(sample) * r.ld_h2 + 4 * t;
+    const int row = row0 + g;  // and 8 below it
     unsigned cosines[2][4][4] = {};
     {
         const float first = static_cast<float>(fx_linear_again(2 * t));  // else a register for every factor, all the time
-        float tau[2];
-        FX_UNROLL
-        for (int h = 0; h < 2; ++h) tau[h] = row + 8 * h < r.rows ? fx_global(r.tau)[row + 8 * h] : 0.0f;
         FX_UNROLL
         for (int c = 0; c < 4; ++c) {
             if (16 * c >= r.cosines) break;
@@ -122,10 +142,10 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
         }
     }
     float hidden[iqn_wide / 8][4] = {};
+    const FxShared states = fx_shared(weights.states) + 16 * t;
 #pragma unroll 1
     for (int c = 0; c < weights.chunks; ++c) {
         float phi[iqn_part / 8][4];
-        float4 states[iqn_part / 16];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
             const float4 bias = *reinterpret_cast<const float4*>(weights.biases + iqn_part * c + 16 * q + 4 * t);
@@ -137,19 +157,17 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
                 phi[2 * q + 1][2 * h + 1] = bias.w;
             }
         }
-        if (first) fx_bulk_wait(barriers + c, 0);
+        if (number == 0) fx_bulk_wait(barriers + c, 0);
         const FxShared w_phi = weights.phi + c * iqn_part * 128;
         fx_warpgroup_begin<iqn_part>(phi, cosines[0], w_phi);
         if (weights.phi_blocks > 1) fx_warpgroup_begin<iqn_part>(phi, cosines[1], w_phi + r.features * 128);
-        FX_UNROLL
-        for (int q = 0; q < iqn_part / 16; ++q) {
-            states[q] = *reinterpret_cast<const float4*>(h2 + iqn_part * c + 16 * q);
-        }
         fx_warpgroup_wait<iqn_part>(phi);
+        if (c == 0 && row0 < r.rows) fx_bulk_wait(arrival, number & 1);
         unsigned mixed[iqn_part / 32][4][4];
         FX_UNROLL
         for (int q = 0; q < iqn_part / 16; ++q) {
-            const float state[4] = {states[q].x, states[q].y, states[q].z, states[q].w};
+            float state[4];
+            fx_shared_load(state, states + 4 * (iqn_part * c + 16 * q));
             float v[2][4];
             FX_UNROLL
             for (int h = 0; h < 2; ++h) {
@@ -167,6 +185,8 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
         fx_warpgroup_wait<iqn_wide>(hidden);
     }
 
+    iqn_fetch_states(r, weights, arrival, next);
+    iqn_load_tau(tau, r, next);
     unsigned words[iqn_wide / 32][4][4];
     const float* const biases = weights.biases + r.features + 4 * t;
     float* const kept = fx_global(r.hidden) + static_cast<long long>(row) * r.ld_hidden + 4 * t;
@@ -216,10 +236,12 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
 extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnWarpgroup* table, int count) {
     FX_DYN_SHARED(float4, dynamic);
     __shared__ IqnWarpgroup place;
-    __shared__ u64 barriers[iqn_most];
+    __shared__ u64 barriers[iqn_most], arrivals[iqn_warps];
     int tile;
     const IqnWarpgroup& record = fx_record(table, count, tile, place);
     const IqnResident weights(record, fx_linear_aligned(dynamic));
+    u64* const arrival = arrivals + (threadIdx.x >> 5);
+    if ((threadIdx.x & 31) == 0) fx_bulk_barrier(arrival);
     if (threadIdx.x == 0) weights.fill(record, barriers);
     const int first = record.features, second = first + iqn_wide, all = second + weights.last_rows;
     for (int e = static_cast<int>(threadIdx.x); e < all; e += 128 * iqn_groups) {
@@ -235,10 +257,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) fx_iqn_warpgroup(const IqnW
     }
     fx_wait();
     fx_trigger();
+    const int group = static_cast<int>(threadIdx.x) / 128, step = 64 * iqn_groups * record.tiles;
+    const int own = (static_cast<int>(threadIdx.x) >> 5 & 3) * 16;
+    int row0 = 64 * (group * record.tiles + tile);
+    iqn_fetch_states(record, weights, arrival, row0 + own);
+    float tau[2];
+    iqn_load_tau(tau, record, row0 + own);
     __syncthreads();
-    const int group = static_cast<int>(threadIdx.x) / 128;
-    for (int row0 = 64 * (group * record.tiles + tile); row0 < record.rows; row0 += 64 * iqn_groups * record.tiles) {
-        iqn_rows_of_group(record, weights, barriers, row0, row0 == 64 * (group * record.tiles + tile));
+    for (int number = 0; row0 < record.rows; ++number, row0 += step) {
+        iqn_rows_of_group(record, weights, barriers, arrival, tau, row0 + own, row0 + own + step, number);
     }
 }
 

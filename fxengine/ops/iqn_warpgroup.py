@@ -51,10 +51,12 @@ _WARPGROUP_BACKWARD_SHARED = (
 
 
 def warpgroup_shared(sizes: Sizes) -> int:
-    """Bytes of dynamic shared memory of a block of `forward` by warpgroups: all weights, packed, and the biases."""
+    """Bytes of dynamic shared memory of a block of `forward` by warpgroups: all weights, packed, the biases, and h2 of
+    a sample for each warp."""
     last = -(-sizes.outputs // 16) * 16
     weights = sizes.features * (sizes.cosines + MAX_WIDTH) + MAX_WIDTH * last
-    return 4 * (weights + sizes.features + MAX_WIDTH + last) + 1024  # aligned
+    states = 4 * _FORWARD_GROUPS * sizes.features
+    return 4 * (weights + sizes.features + MAX_WIDTH + last + states) + 1024  # aligned
 
 
 def fits_warpgroup(target: Target, precision: str, sizes: Sizes, quantiles: int) -> bool:

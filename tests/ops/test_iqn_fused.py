@@ -27,8 +27,8 @@ SIZES = iqn_fused.Sizes(20, 24, 40, 5)
 
 
 class Net:
-    """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows, and if they are to be
-    `aligned`, all but theta have as many more as bring the next row to a multiple of 16 bytes."""
+    """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows, and if they are to
+    be `aligned`, all but theta have as many more as bring the next row to a multiple of 16 bytes."""
 
     def __init__(
         self,
