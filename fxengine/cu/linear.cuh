@@ -17,6 +17,7 @@
 //     T::MAPPED                 whether operands are read by tensor maps (bulk_copy.cuh): then sources are LinearBoxes,
 //                               and none is scaled (backward_dx scales the weights). In forward and dx both are INNER,
 //                               and after `add` the Sums say by `any` whether a source was not left out
+//     T::TURNED                 whether fragments lie in shared memory as those of the transpose do (fx_linear_place)
 //     T::ROUNDED                whether operands are rounded: then activations may be as inexact
 //     T::add<SUM, A_INNER, B_INNER>(sums, count, source, shared, ready)
 //                               adds the products of the LinearSources source(0) .. source(count - 1), which all
@@ -69,6 +70,7 @@ struct LinearStages {
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = false;
     static constexpr bool WHOLE = false;
+    static constexpr bool TURNED = false;
     static constexpr bool ROUNDED = true;
     static_assert(SHARED >= BM * BN, "the results pass through it too");
 };
@@ -356,9 +358,11 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
 }
 
 // Where a group leaves its sum of (row, column) in its tile in shared memory. Every second pair of rows has the halves
-// of its 32 columns exchanged: no access has a bank conflict, whether a warp stores its fragments or reads rows.
+// of its 32 columns exchanged, every second of four rows the quarters, if their fragments are turned (MappedTile): no
+// access has a bank conflict, whether a warp stores its fragments or reads rows.
 template <class T>
 __device__ __forceinline__ int fx_linear_place(int row, int column) {
+    if constexpr (T::TURNED) return row * T::BN + (column ^ (row & 12) * 2);
     return row * T::BN + (T::BN >= 32 ? column ^ (row & 2) * 8 : column);
 }
 
@@ -459,6 +463,7 @@ struct LinearTile {
     static constexpr bool SINGLE = BY_ROWS && BM * BN == THREADS * WIDTH;
     static constexpr bool WHOLE = false;
     static constexpr bool MAPPED = false;
+    static constexpr bool TURNED = false;
     static constexpr bool ROUNDED = false;
     static_assert(GROUPS >= 1 && GROUPS * BM * BN == THREADS * TM * TN, "register tiles must fill the block");
     static_assert(BK % GROUPS == 0 && BK % 8 == 0 && BM % 16 == 0 && BN % 16 == 0, "stage shape");

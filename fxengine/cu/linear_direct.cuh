@@ -80,6 +80,7 @@ struct DirectTile {
     static constexpr bool BY_ROWS = true;
     static constexpr bool SINGLE = BM * BN == THREADS * WIDTH;
     static constexpr bool MAPPED = false;
+    static constexpr bool TURNED = false;
     static constexpr bool ROUNDED = true;
     static_assert(BM % 16 == 0 && BN % 16 == 0 && SHARED * 4 <= 48 * 1024, "tile shape");
 

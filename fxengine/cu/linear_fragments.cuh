@@ -86,6 +86,12 @@ __device__ __forceinline__ void fx_linear_fragments(const float (&acc)[M][N][4],
     fx_linear_reduce<T, UNROLL>(shared, fetch, use);
 }
 
+// Adds four k of rows 2 g + h to their sums.
+__device__ __forceinline__ void fx_linear_add_rows(float (&sums)[2], const float (&v)[2][4]) {
+    FX_UNROLL
+    for (int h = 0; h < 2; ++h) sums[h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
+}
+
 // What tile types have in common of which a warp owns WM x WN outputs.
 template <int BM, int BN, int WM, int WN, int STAGES>
 struct LinearWarps : LinearStages<BM, BN, STAGES> {
@@ -96,12 +102,6 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
     struct Sums {
         float acc[WM / 16][WN / 8][4];
         float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
-
-        // Adds four k of rows 16 i + 2 g + h.
-        __device__ __forceinline__ void add_rows(int i, const float (&v)[2][4]) {
-            FX_UNROLL
-            for (int h = 0; h < 2; ++h) row[i][h] += (v[h][0] + v[h][1]) + (v[h][2] + v[h][3]);
-        }
     };
     struct Place {
         int row, column;
@@ -119,6 +119,10 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
     }
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        return row_sums(sums.row, shared);
+    }
+
+    static __device__ __forceinline__ float row_sums(const float (&sums)[WM / 16][2], float* shared) {
         const Place at;
         const int lane = static_cast<int>(threadIdx.x) & 31;
         __syncthreads();
@@ -127,7 +131,7 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
             FX_UNROLL
             for (int i = 0; i < WM / 16; ++i) {
                 FX_UNROLL
-                for (int h = 0; h < 2; ++h) part[16 * i + h] = sums.row[i][h];
+                for (int h = 0; h < 2; ++h) part[16 * i + h] = sums[i][h];
             }
         }
         return fx_linear_parts_sum<LinearWarps>(shared, 4);

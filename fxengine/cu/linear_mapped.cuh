@@ -5,6 +5,9 @@
 //
 // A stage is boxes of 32 k x 32 rows of an operand. A k has 128 bytes there, in which chunk c of 16 lies in place
 // c ^ (k & 7). A lane reads two neighbouring rows of the k 2 t and 2 t + 1 of eight: no access has a bank conflict.
+//
+// What is made is B . A^T, turned when it goes through shared memory. Two neighbouring rows are two of the four registers
+// of a left operand as they come, but of a right operand they belong to two; and what is rounded is written anew anyway.
 #pragma once
 #include "bulk_copy.cuh"
 #include "linear_fragments.cuh"
@@ -13,9 +16,15 @@ template <int BM_, int BN_, int WM, int WN, int STAGES>
 struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
     typedef LinearWarps<BM_, BN_, WM, WN, STAGES> Warps;
     using Warps::BK, Warps::BM, Warps::BN, Warps::PART_A, Warps::STAGE;
-    using typename Warps::Place, typename Warps::Sums;
+    using typename Warps::Place;
     static constexpr bool MAPPED = true;
+    static constexpr bool TURNED = true;
     static constexpr int BOX = 4 * BK * 32;  // bytes
+
+    struct Sums {
+        float acc[WM / 16][WN / 16][2][4];  // of fragments 2 j and 2 j + 1 of the rows by fragment i of the columns
+        float row[WM / 16][2];              // of the rows of the lane's fragments; warps of the first columns alone
+    };
 
     // A lane's view of the rows of a stage from `first` on.
     struct Lane {
@@ -80,20 +89,53 @@ struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
             fx_bulk_wait(barriers + use, parity);
 #pragma unroll
             for (int panel = 0; panel < BK / 16; ++panel) {
-                fx_linear_panel<1, false>(
-                    sums.acc,
-                    [&](int i, float(&v)[2][4]) {
-                        rows.read(v, stage, i, panel);
-                        if (at.column == 0) sums.add_rows(i, v);
-                        FX_UNROLL
-                        for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = __uint_as_float(fx_tf32_even(v[e / 4][e % 4]));
-                    },
-                    [&](int j, float(&v)[2][4]) { columns.read(v, stage + PART_A, j, panel); });
+                unsigned left[WN / 16][2][4], right[2][2][2];
+                FX_UNROLL
+                for (int i = 0; i < WN / 16; ++i) {
+                    float v[2][4];
+                    columns.read(v, stage + PART_A, i, panel);
+                    FX_UNROLL
+                    for (int e = 0; e < 8; ++e) left[i][e / 4][e % 4] = __float_as_uint(v[e % 2][e / 2]);
+                }
+                FX_UNROLL
+                for (int j = 0; j < WM / 16; ++j) {  // two fragments at a time, for the sake of registers
+                    float v[2][4];
+                    rows.read(v, stage, j, panel);
+                    if (at.column == 0) fx_linear_add_rows(sums.row[j], v);
+                    FX_UNROLL
+                    for (int e = 0; e < 8; ++e) right[e / 4][e / 2 % 2][e % 2] = fx_tf32_even(v[e / 4][e % 4]);
+                    fx_mma<1, 2, WN / 16, 2>(sums.acc[j], left, right);
+                }
             }
             __syncthreads();
             if (feeds && n + STAGES < steps) fetch(s, n + STAGES, stage, barriers + use);
             if (use == STAGES - 1) parity ^= 1;
             use = use < STAGES - 1 ? use + 1 : 0;
         }
+    }
+
+    // Fragment i of the columns has columns 16 i + 2 g + h, fragments 2 j and 2 j + 1 of the rows have rows 16 j + 4 t ...
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        const Place at;
+        const int lane = static_cast<int>(threadIdx.x) & 31;
+        const int row = at.row + 4 * (lane & 3), column = at.column + 2 * (lane >> 2);
+        FX_UNROLL
+        for (int j = 0; j < WM / 16; ++j) {
+            FX_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                FX_UNROLL
+                for (int i = 0; i < WN / 16; ++i) {
+                    const float(&acc)[4] = sums.acc[j][i][e & 1];
+                    float* const to = shared + fx_linear_place<MappedTile>(row + 16 * j + e, column + 16 * i);
+                    *reinterpret_cast<float2*>(to) = make_float2(acc[e >> 1], acc[2 + (e >> 1)]);
+                }
+            }
+        }
+        fx_linear_reduce<MappedTile, UNROLL>(shared, fetch, use);
+    }
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        return Warps::row_sums(sums.row, shared);
     }
 };

@@ -189,7 +189,7 @@ struct StagedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
                     [&](int i, float(&v)[2][4]) {
                         rows.read(v, stages + use, i, panel);
                         if constexpr (SUM) {
-                            if (at.column == 0) sums.add_rows(i, v);
+                            if (at.column == 0) fx_linear_add_rows(sums.row[i], v);
                         }
                         if constexpr (SCALED) {
                             if (scale[0] != 1.0f) {
