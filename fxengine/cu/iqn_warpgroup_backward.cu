@@ -172,6 +172,13 @@ __device__ __forceinline__ int iqn_next(const IqnWarpgroupBackward& r, int row0)
     return run == iqn_rows || next % run == 0 ? next + (r.slices - 1) * run : next;
 }
 
+// Tile n: its place and that of the next; their first rows, and that of the one after.
+struct IqnTurn {
+    FxShared tile, other;
+    int n, row0, next, after;
+    bool more;  // the next exists
+};
+
 // mixing: of the next tile dhidden, 16 columns of it per warp, and what it gives to dw_iq2.
 struct IqnMixing {
     const IqnWarpgroupBackward& r;
@@ -273,7 +280,7 @@ struct IqnMixing {
         make(tile, 0, 1);
     }
 
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int n, int, int, int, bool more) {
+    __device__ __forceinline__ void turn(const IqnTurn& now) {
         float phi[4][4];
         {
             float bias[2];
@@ -284,10 +291,11 @@ struct IqnMixing {
                 for (int e = 0; e < 4; ++e) phi[j][e] = bias[e >> 1];
             }
             const FxShared w_phi = block.w_phi + (IqnPlace().warp >> 2) * 64 * 128;
-            fx_warpgroup_begin<32>(phi, w_phi, tile);
-            if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, tile + iqn_block);
+            fx_warpgroup_begin<32>(phi, w_phi, now.tile);
+            if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, now.tile + iqn_block);
         }
-        if (more) make(other, n + 1 & 1, 0);
+        const int slot = now.n & 1;
+        if (now.more) make(now.other, slot ^ 1, 0);
         fx_warpgroup_wait<32>(phi);
         unsigned mixed[4][4];
         {
@@ -300,7 +308,7 @@ struct IqnMixing {
                 fx_shared_store(to + j * 32 * 16, phi[j]);
             }
             iqn_hand_over<256, false>(own.warp >> 2);
-            const FxShared states = block.states + (n & 1) * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
             const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
@@ -310,8 +318,8 @@ struct IqnMixing {
                 for (int e = 0; e < 4; ++e) mixed[j][2 * (e & 1) + (e >> 1)] = fx_tf32_even(phi[j][e] * state[e >> 1]);
             }
         }
-        fx_warpgroup_begin<iqn_width>(dw_iq1, mixed, tile + IqnLayout::DHIDDEN_DOWN);
-        if (more) make(other, n + 1 & 1, 1);
+        fx_warpgroup_begin<iqn_width>(dw_iq1, mixed, now.tile + IqnLayout::DHIDDEN_DOWN);
+        if (now.more) make(now.other, slot ^ 1, 1);
         fx_warpgroup_wait<iqn_width>(dw_iq1);
     }
 
@@ -479,17 +487,18 @@ struct IqnUnmixing {
 
     __device__ __forceinline__ void prepare(FxShared tile) { make(tile, 0); }
 
-    __device__ __forceinline__ void turn(FxShared tile, FxShared other, int n, int row0, int next, int after, bool more) {
+    __device__ __forceinline__ void turn(const IqnTurn& now) {
         float dmixed[4][4] = {};
         FX_UNROLL
         for (int b = 0; b < iqn_width / 32; ++b) {
-            fx_warpgroup_begin<32>(dmixed, w_iq1[b], tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
+            fx_warpgroup_begin<32>(dmixed, w_iq1[b], now.tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
         }
+        const int slot = now.n & 1;
         if (const IqnPlace own; own.lane == 0) {
-            fetch_made_of(own.warp, after, n & 1);
-            fetch_states(own.warp, next, n + 1 & 1);
+            fetch_made_of(own.warp, now.after, slot);
+            fetch_states(own.warp, now.next, slot ^ 1);
         }
-        if (more) make(other, n + 1 & 1);
+        if (now.more) make(now.other, slot ^ 1);
         fx_warpgroup_wait<32>(dmixed);
         float shares[4][2] = {};
         unsigned dphi[4][4];
@@ -497,7 +506,7 @@ struct IqnUnmixing {
             const IqnPlace own;
             iqn_hand_over<256, true>(own.warp >> 2);
             const FxShared from = block.phi + (own.warp * 4 * 32 + own.lane) * 16;
-            const FxShared states = block.states + (n & 1) * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
             const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
@@ -515,13 +524,12 @@ struct IqnUnmixing {
         }
         float v[2];
         reduce(v, shares);
-        fx_warpgroup_begin<iqn_cosines>(dw_phi, dphi, tile + IqnLayout::COSINES_DOWN);
-        finish(v, n, row0);
+        fx_warpgroup_begin<iqn_cosines>(dw_phi, dphi, now.tile + IqnLayout::COSINES_DOWN);
+        finish(v, slot, now.row0);
         fx_warpgroup_wait<iqn_cosines>(dw_phi);
     }
 
-    // dh2 of the samples whose last rows are in the tile at row0: a lane writes that of the rows from row0 + 8 t on, if
-    // a sample begins there.
+    // What the rows from 8 t on give to dh2, up to the end of the sample or of the tile.
     __device__ __forceinline__ void reduce(float (&v)[2], const float (&shares)[4][2]) {
         const IqnPlace own;
         const int shift = shared.constants.shift;
@@ -535,7 +543,10 @@ struct IqnUnmixing {
             }
         }
     }
-    __device__ __forceinline__ void finish(float (&v)[2], int n, int row0) {
+
+    // dh2 of the samples whose last rows are in the tile at row0: a lane writes that of the rows from row0 + 8 t on, if
+    // a sample begins there. h2 lies in place `slot`.
+    __device__ __forceinline__ void finish(float (&v)[2], int slot, int row0) {
         const IqnConstants& constants = shared.constants;
         const IqnPlace own;
         const int shift = constants.shift;
@@ -555,7 +566,7 @@ struct IqnUnmixing {
         const long long sample = constants.sample(r, row0) + number;
         float* const to = constants.dh2 + sample * r.ld_dh2 + own.column;
         float state[2];
-        fx_shared_load(state[0], state[1], block.states + (n & 1) * IqnLayout::STATES + number * IqnLayout::SAMPLE +
+        fx_shared_load(state[0], state[1], block.states + slot * IqnLayout::STATES + number * IqnLayout::SAMPLE +
                                                own.column * 4);
         FX_UNROLL
         for (int h = 0; h < 2; ++h) {
@@ -604,8 +615,8 @@ __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const Iq
         if (more) fx_bulk_wait(shared.arrivals.made_of + (slot ^ 1), (n + 1) >> 1 & 1);
         fx_warpgroup_fence();
         __syncthreads();
-        group.turn(block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, n, row0, next,
-                   after, more);
+        group.turn({block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, n, row0, next,
+                    after, more});
         if (!more) break;
         row0 = next;
         next = after;

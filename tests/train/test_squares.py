@@ -178,7 +178,7 @@ def test_quantile_networks_by_warpgroups(warpgroups: Device) -> None:
     net = Net(warpgroups, shapes, precision="tf32")
     weights = iqn_fused.Weights(**{name: net.data(*shape) for name, shape in shapes.items()})
     tau = net.program.tensor("tau", (9, 8), arena="inputs", data=net.rng.random((9, 8)).astype(np.float32))
-    dtheta, hidden = net.data(72, 13), net.data(72, 128)
+    dtheta, hidden = net.data(72, 16).columns(0, 13), net.data(72, 128)
     own = iqn_fused.WeightGradients(**{name: net.grad(name) for name in shapes})
     iqn_fused.backward(
         net.program, dtheta, tau, net.data(9, 256), weights, hidden, gradients=own, warpgroups=True, name="iqn"
