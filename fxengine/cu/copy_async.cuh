@@ -22,6 +22,14 @@ __device__ __forceinline__ FxShared fx_shared(float* p) {
 #endif
 }
 
+// The same address, and what is worked out from it is worked out again: kept, it would cost registers.
+__device__ __forceinline__ FxShared fx_shared_again(FxShared at) {
+#if FX_DEVICE
+    asm volatile("" : "+r"(at));
+#endif
+    return at;
+}
+
 __device__ __forceinline__ void fx_shared_load(float (&v)[4], FxShared from) {
 #if FX_DEVICE
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -100,8 +100,8 @@ __device__ __forceinline__ void iqn_unit(uint4* to, const float* w, int ld, int 
     }
 }
 
-// cos(pi i tau) of half = i / 2, to 1e-6: operands are rounded to 11 bits at most behind it. Whole turns, which the addition
-// of 1.5 * 2^23 rounds to, are taken off before i tau is rounded.
+// cos(pi i tau) of half = i / 2, to 1e-6: operands are rounded to 11 bits at most behind it. Whole turns, which the
+// addition of 1.5 * 2^23 rounds to, are taken off before i tau is rounded.
 __device__ __forceinline__ float iqn_feature(float half, float tau) {
     const float turns = fmaf(half, tau, 12582912.0f) - 12582912.0f;
     return __cosf(6.2831853f * fmaf(half, tau, -turns));

@@ -118,15 +118,16 @@ __device__ __forceinline__ void iqn_steps_of(unsigned (&even)[4], unsigned (&odd
     }
 }
 
-// 64 rows, of which the warp has the 16 from row0 on; the first that it takes, number 0, wait for the weights. `next`: the
-// first of its rows of the 64 that follow, whose tau it leaves behind.
+// 64 rows of a warpgroup, of which the warp has the 16 from row0 on; the first that it takes, number 0, wait for the
+// weights, all for h2, which arrives at `arrival`. `next`: the first of its rows of the following round, whose tau it
+// leaves behind and whose h2 it begins to copy.
 __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const IqnResident& weights, u64* barriers,
                                                   u64* arrival, float (&tau)[2], int row0, int next, int number) {
     const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     const int row = row0 + g;  // and 8 below it
     unsigned cosines[2][4][4] = {};
     {
-        const float first = static_cast<float>(fx_linear_again(2 * t));  // else a register for every factor, all the time
+        const float first = static_cast<float>(fx_linear_again(2 * t));  // else a register for every factor
         FX_UNROLL
         for (int c = 0; c < 4; ++c) {
             if (16 * c >= r.cosines) break;

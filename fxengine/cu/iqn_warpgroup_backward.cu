@@ -19,7 +19,7 @@
 //   Sums of rounded numbers are db_iq2, and db_phi, which is what dw_phi has for the cosine of nothing, 1.
 //   unmixing holds w_iq1 in registers, and has some that mixing gives away.
 //   The network has 32 or 64 cosines, features in 128s, 128 hidden numbers and at most 16 outputs; 8 rows belong to one
-//   sample, and of the number of quantiles and 32 one divides the other. Rows of dtheta, hidden and h2 start at
+//   sample, and of the number of quantiles and 32 one divides the other. Rows of dtheta, hidden and h2, and tau, start at
 //   multiples of 16 bytes.
 #include "bulk_copy.cuh"
 #include "iqn_fused_tile.cuh"
@@ -81,7 +81,7 @@ struct IqnLayout {
     FxShared phi;     // [8 warps][4][32] quads, as the sums lie in the lanes
     FxShared hidden;  // two times four boxes [32 rows][32]
     FxShared dtheta;  // two times a box [32 rows][32], of which 16 numbers count
-    FxShared w_iq2;   // [2][256 threads] quads: units of the thread of `mixing`
+    FxShared w_iq2;   // [2][256 threads] quads: operand A of a step, of the thread of `mixing`
     FxShared states;  // two times [4 samples][128], of h2
     FxShared bias;    // [128], b_phi
     FxShared tau;     // two times [32 rows]
@@ -127,14 +127,6 @@ struct IqnShared {
     IqnArrivals arrivals;
 };
 
-// The same address, and what is worked out from it worked out again: kept, it would cost registers.
-__device__ __forceinline__ FxShared iqn_again(FxShared at) {
-#if FX_DEVICE
-    asm volatile("" : "+r"(at));
-#endif
-    return at;
-}
-
 // Where a thread stands: in warp `warp` of the eight of its kind. Row 8 h + g of the 16 of its fragments is column
 // 2 g + h of the warp's 16.
 struct IqnPlace {
@@ -143,8 +135,8 @@ struct IqnPlace {
 
     __device__ __forceinline__ IqnPlace() : IqnPlace(fx_linear_again(static_cast<int>(threadIdx.x)) & 255) {}
 
-    // Of eight rows the one whose quads the lane reads as operand B. Neighbours' rows lie in different halves of a line:
-    // the eight lanes that read together meet in no bank.
+    // Of eight rows the one whose quads the lane reads or writes. Neighbours' rows lie in different halves of a line: the
+    // eight lanes that do so together meet in no bank.
     __device__ __forceinline__ int row() const { return g ^ (g & 1) * 4; }
 
 private:
@@ -172,10 +164,11 @@ __device__ __forceinline__ int iqn_next(const IqnWarpgroupBackward& r, int row0)
     return run == iqn_rows || next % run == 0 ? next + (r.slices - 1) * run : next;
 }
 
-// Tile n: its place and that of the next; their first rows, and that of the one after.
+// A tile: where it lies and where the next does, in places `slot` and the other; their first rows, and that of the one
+// after.
 struct IqnTurn {
     FxShared tile, other;
-    int n, row0, next, after;
+    int slot, row0, next, after;
     bool more;  // the next exists
 };
 
@@ -210,9 +203,9 @@ struct IqnMixing {
 
     __device__ __forceinline__ void begin(int, int) const {}
 
-    // Half i of dhidden^T = w_iq2^T dtheta^T slope of a tile, from what lies in place `slot`: the lane has hidden numbers
-    // 2 g and 2 g + 1 of rows 2 t and 2 t ^ 5 of each eight. No access conflicts. What it reads of the hidden numbers is
-    // operand A for dw_iq2 as well.
+    // Half i of dhidden^T = w_iq2^T dtheta^T slope of a tile, from what lies in place `slot`: the lane has hidden
+    // numbers 2 g and 2 g + 1 of rows 2 t and 2 t ^ 5 of each eight. No access conflicts. What it reads of the hidden
+    // numbers is operand A for dw_iq2 as well.
     __device__ __forceinline__ void make(FxShared tile, int slot, int i) {
         const IqnPlace own;
         const FxShared dtheta = block.dtheta + slot * IqnLayout::DTHETA + 2 * i * 1024;
@@ -294,8 +287,7 @@ struct IqnMixing {
             fx_warpgroup_begin<32>(phi, w_phi, now.tile);
             if (r.cosines > 32) fx_warpgroup_begin<32>(phi, w_phi + IqnLayout::OF_PHI, now.tile + iqn_block);
         }
-        const int slot = now.n & 1;
-        if (now.more) make(now.other, slot ^ 1, 0);
+        if (now.more) make(now.other, now.slot ^ 1, 0);
         fx_warpgroup_wait<32>(phi);
         unsigned mixed[4][4];
         {
@@ -308,7 +300,7 @@ struct IqnMixing {
                 fx_shared_store(to + j * 32 * 16, phi[j]);
             }
             iqn_hand_over<256, false>(own.warp >> 2);
-            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + now.slot * IqnLayout::STATES + own.column * 4;
             const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
@@ -319,7 +311,7 @@ struct IqnMixing {
             }
         }
         fx_warpgroup_begin<iqn_width>(dw_iq1, mixed, now.tile + IqnLayout::DHIDDEN_DOWN);
-        if (now.more) make(now.other, slot ^ 1, 1);
+        if (now.more) make(now.other, now.slot ^ 1, 1);
         fx_warpgroup_wait<iqn_width>(dw_iq1);
     }
 
@@ -367,7 +359,7 @@ struct IqnMixing {
     }
 };
 
-// unmixing: of the next tile 16 of the cosines for 16 rows per warp, and what it gives to db_iq2.
+// unmixing: of the next tile 16 of the cosines for 16 rows per warp, and what it gives to db_iq2. It begins all copies.
 struct IqnUnmixing {
     const IqnWarpgroupBackward& r;
     const IqnLayout block;
@@ -402,7 +394,7 @@ struct IqnUnmixing {
     // By one thread of each warp, which begins to copy a part of what the tile at `row` is made of into place `slot`.
     __device__ __forceinline__ void fetch_made_of(int warp, int row, int slot) const {
         if (warp > 5 || row >= r.rows) return;
-        const IqnLayout to(iqn_again(block.w_phi));
+        const IqnLayout to(fx_shared_again(block.w_phi));
         u64* const barrier = shared.arrivals.made_of + slot;
         const int of_tau = 4 * (r.rows - row < iqn_rows ? r.rows - row : iqn_rows);
         if (warp < 4) {
@@ -416,7 +408,8 @@ struct IqnUnmixing {
         }
     }
 
-    // By a thread of warp 7: begins to copy h2 of the samples of the tile at `row` into place `slot`.
+    // By one thread of each warp, of which that of warp 7 begins to copy h2 of the samples of the tile at `row` into place
+    // `slot`.
     __device__ __forceinline__ void fetch_states(int warp, int row, int slot) const {
         if (warp != 7 || row >= r.rows) return;
         u64* const barrier = shared.arrivals.states + slot;
@@ -433,7 +426,7 @@ struct IqnUnmixing {
         }
     }
 
-    // Before anything else.
+    // Begins the first copies, behind fx_wait.
     __device__ __forceinline__ void begin(int row0, int next) const {
         const IqnPlace own;
         if (own.lane != 0) return;
@@ -493,12 +486,11 @@ struct IqnUnmixing {
         for (int b = 0; b < iqn_width / 32; ++b) {
             fx_warpgroup_begin<32>(dmixed, w_iq1[b], now.tile + IqnLayout::DHIDDEN_ACROSS + b * iqn_block);
         }
-        const int slot = now.n & 1;
         if (const IqnPlace own; own.lane == 0) {
-            fetch_made_of(own.warp, now.after, slot);
-            fetch_states(own.warp, now.next, slot ^ 1);
+            fetch_made_of(own.warp, now.after, now.slot);
+            fetch_states(own.warp, now.next, now.slot ^ 1);
         }
-        if (now.more) make(now.other, slot ^ 1);
+        if (now.more) make(now.other, now.slot ^ 1);
         fx_warpgroup_wait<32>(dmixed);
         float shares[4][2] = {};
         unsigned dphi[4][4];
@@ -506,7 +498,7 @@ struct IqnUnmixing {
             const IqnPlace own;
             iqn_hand_over<256, true>(own.warp >> 2);
             const FxShared from = block.phi + (own.warp * 4 * 32 + own.lane) * 16;
-            const FxShared states = block.states + slot * IqnLayout::STATES + own.column * 4;
+            const FxShared states = block.states + now.slot * IqnLayout::STATES + own.column * 4;
             const int shift = shared.constants.shift;
             FX_UNROLL
             for (int j = 0; j < 4; ++j) {
@@ -525,7 +517,7 @@ struct IqnUnmixing {
         float v[2];
         reduce(v, shares);
         fx_warpgroup_begin<iqn_cosines>(dw_phi, dphi, now.tile + IqnLayout::COSINES_DOWN);
-        finish(v, slot, now.row0);
+        finish(v, now.slot, now.row0);
         fx_warpgroup_wait<iqn_cosines>(dw_phi);
     }
 
@@ -595,8 +587,8 @@ struct IqnUnmixing {
     }
 };
 
-// The way of a warpgroup of either kind through the rows of its slice. Tile n lies in place n mod 2, and so does what it
-// is made of.
+// The way of a warpgroup of either kind through the rows of its slice. Tile n lies in place n mod 2, and so does what
+// it is made of.
 template <class Group>
 __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const IqnLayout& block, IqnShared& shared) {
     Group group(r, block, shared);
@@ -615,7 +607,7 @@ __device__ __forceinline__ void iqn_walk(const IqnWarpgroupBackward& r, const Iq
         if (more) fx_bulk_wait(shared.arrivals.made_of + (slot ^ 1), (n + 1) >> 1 & 1);
         fx_warpgroup_fence();
         __syncthreads();
-        group.turn({block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, n, row0, next,
+        group.turn({block.tiles + slot * IqnLayout::TILE, block.tiles + (slot ^ 1) * IqnLayout::TILE, slot, row0, next,
                     after, more});
         if (!more) break;
         row0 = next;

@@ -99,10 +99,6 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
     static constexpr int THREADS = BM / WM * ACROSS * 32;
     static_assert(WM % 32 == 0 && WN % 32 == 0, "warp tiles");
 
-    struct Sums {
-        float acc[WM / 16][WN / 8][4];
-        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
-    };
     struct Place {
         int row, column;
         __device__ __forceinline__ Place() {
@@ -112,17 +108,9 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
         }
     };
 
-    template <int UNROLL, class Fetch, class Use>
-    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
-        const Place at;
-        fx_linear_fragments<LinearWarps, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
-    }
-
-    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
-        return row_sums(sums.row, shared);
-    }
-
-    static __device__ __forceinline__ float row_sums(const float (&sums)[WM / 16][2], float* shared) {
+    // The sum over k of row threadIdx.x of A. Warps of the first columns have the sums over their lanes' k of the rows of
+    // their fragments.
+    static __device__ __forceinline__ float warp_rows(const float (&sums)[WM / 16][2], float* shared) {
         const Place at;
         const int lane = static_cast<int>(threadIdx.x) & 31;
         __syncthreads();

@@ -6,8 +6,9 @@
 // A stage is boxes of 32 k x 32 rows of an operand. A k has 128 bytes there, in which chunk c of 16 lies in place
 // c ^ (k & 7). A lane reads two neighbouring rows of the k 2 t and 2 t + 1 of eight: no access has a bank conflict.
 //
-// What is made is B . A^T, turned when it goes through shared memory. Two neighbouring rows are two of the four registers
-// of a left operand as they come, but of a right operand they belong to two; and what is rounded is written anew anyway.
+// What is made is B . A^T, turned when it goes through shared memory. Of a left operand two neighbouring rows are
+// registers of one fragment, in the order in which they are read; of a right operand they belong to two fragments and
+// would be moved. Rounding writes registers anew anyway, so the operand that is rounded is the right one.
 #pragma once
 #include "bulk_copy.cuh"
 #include "linear_fragments.cuh"
@@ -114,7 +115,8 @@ struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
         }
     }
 
-    // Fragment i of the columns has columns 16 i + 2 g + h, fragments 2 j and 2 j + 1 of the rows have rows 16 j + 4 t ...
+    // Fragment i of the columns has columns 16 i + 2 g + h; fragments 2 j and 2 j + 1 of the rows have rows 16 j + 4 t to
+    // 16 j + 4 t + 3.
     template <int UNROLL, class Fetch, class Use>
     static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
         const Place at;
@@ -136,6 +138,6 @@ struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
     }
 
     static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
-        return Warps::row_sums(sums.row, shared);
+        return Warps::warp_rows(sums.row, shared);
     }
 };

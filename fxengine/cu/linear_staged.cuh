@@ -117,9 +117,14 @@ template <int WORD, int BM_, int BN_, int WM, int WN, int STAGES>
 struct StagedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
     typedef LinearWarps<BM_, BN_, WM, WN, STAGES> Warps;
     using Warps::BK, Warps::BM, Warps::BN, Warps::PART_A, Warps::STAGE, Warps::THREADS;
-    using typename Warps::Place, typename Warps::Sums;
+    using typename Warps::Place;
     static constexpr bool MAPPED = false;
     static constexpr int AHEAD = STAGES - 1;
+
+    struct Sums {
+        float acc[WM / 16][WN / 8][4];
+        float row[WM / 16][2];  // of the rows of the lane's fragments; warps of the first columns alone
+    };
 
     template <bool SUM, bool A_INNER, bool B_INNER, class Source, class Ready>
     static __device__ __forceinline__ void add(Sums& sums, int count, Source source, float* shared, Ready ready) {
@@ -205,5 +210,15 @@ struct StagedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
         }
         fx_copy_wait<0>();
         __syncthreads();
+    }
+
+    template <int UNROLL, class Fetch, class Use>
+    static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
+        const Place at;
+        fx_linear_fragments<StagedTile, UNROLL>(sums.acc, 0, at.row, at.column, shared, fetch, use);
+    }
+
+    static __device__ __forceinline__ float row_sums(const Sums& sums, float* shared) {
+        return Warps::warp_rows(sums.row, shared);
     }
 };

@@ -17,6 +17,7 @@ from fxengine.nets.builder import StepBuilder
 from fxengine.nets.passes import Pass
 from fxengine.nets.tape import Gradients
 from fxengine.ops import iqn, iqn_fused, linear
+from fxengine.ops.checks import all_aligned
 from fxengine.train.groups import ParamSpec, linear_specs
 
 #: Two floats on the device whose product multiplies the gradient into h.
@@ -122,7 +123,7 @@ def _fused(p: Pass, net: Network, h: Tensor, tau: Tensor, scale: Scale | None) -
             reached = {name: gradients.parameter(name) for name in ("w_phi", "b_phi", "w_iq1", "b_iq1")}
             last = {name: gradients.parameter(name) for name in ("w_iq2", "b_iq2")}
             accumulate_gradients = reached["w_iq1"][1]
-            aligned = all(t.aligned for t in (dtheta, tau, h, stored))
+            aligned = all_aligned(dtheta, tau, h, stored)
             if iqn_fused.makes_last_layer(target, precision, net.sizes, tau.shape[1], aligned=aligned):
                 reached |= last
             else:

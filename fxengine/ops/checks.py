@@ -52,6 +52,11 @@ def require_as(
         )
 
 
+def all_aligned(*tensors: Tensor | None) -> bool:
+    """Whether all rows of those that there are start at multiples of 16 bytes."""
+    return all(t is None or t.aligned for t in tensors)
+
+
 def separate(record: str, role: str, written: Tensor | None, **read: Tensor | None) -> None:
     """Raise ProgramError if a result overlaps what other threads still read."""
     for name, t in read.items():

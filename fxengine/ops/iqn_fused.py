@@ -4,7 +4,8 @@
         iqn_fused.forward(program, tau, h2, weights, theta, hidden=hidden)
     if iqn_fused.fits_backward(program.target, program.precision, sizes, quantiles):
         last = dw_iq2, db_iq2
-        if not iqn_fused.makes_last_layer(program.target, program.precision, sizes, quantiles):
+        aligned = all(t.aligned for t in (dtheta, tau, h2, hidden))
+        if not iqn_fused.makes_last_layer(program.target, program.precision, sizes, quantiles, aligned=aligned):
             linear.backward_dw(program, dtheta, hidden, *last)
             last = None, None
         iqn_fused.backward(program, dtheta, tau, h2, weights, hidden, dh2=dh2, weight=w_iqn, readiness=readiness,
@@ -38,7 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs import Family, Program, Tensor, TensorMap
 from fxengine.ops import iqn, iqn_warpgroup, linear
-from fxengine.ops.checks import require_as
+from fxengine.ops.checks import all_aligned, require_as
 from fxengine.ops.iqn_sizes import (
     BACKWARD_COLUMNS,
     BACKWARD_OUTPUTS,
@@ -125,7 +126,7 @@ def fits_backward(target: Target, precision: str, sizes: Sizes, quantiles: int) 
     return backward_rows(target, precision, sizes, quantiles) > 0
 
 
-def makes_last_layer(target: Target, precision: str, sizes: Sizes, quantiles: int, *, aligned: bool = True) -> bool:
+def makes_last_layer(target: Target, precision: str, sizes: Sizes, quantiles: int, *, aligned: bool) -> bool:
     """Whether `backward` makes the gradients of w_iq2 and b_iq2 too; else they take a `linear.backward_dw`.
 
     `aligned` says whether all rows of its dtheta, tau, h2 and hidden start at multiples of 16 bytes (`Tensor.aligned`).
@@ -150,7 +151,8 @@ def apart(target: Target, samples: int) -> bool:
 
 
 def forward_share(target: Target, precision: str, sizes: Sizes, samples: int, quantiles: int) -> float:
-    """Part of the device for the forward passes of a step, which the heads run beside."""
+    """Part of the device for the forward passes of a step, which the heads run beside; where warpgroups serve them, as
+    they do where all rows start at multiples of 16 bytes."""
     if iqn_warpgroup.fits_warpgroup(target, precision, sizes, quantiles):
         return beside_heads(target) / target.sm_count
     return 0.5 if samples <= _BESIDE_SAMPLES * target.sm_count else 1.0
@@ -191,7 +193,7 @@ def forward(
     rows, quantiles = _check(tau, h2, weights, label)
     if warpgroups is None:
         by_warpgroups = iqn_warpgroup.fits_warpgroup(program.target, program.precision, sizes, quantiles)
-        warpgroups = by_warpgroups and _aligned(h2, hidden)
+        warpgroups = by_warpgroups and all_aligned(h2, hidden)
     if warpgroups:
         served = iqn_warpgroup.warpgroup_shape(program.target, program.precision, sizes, quantiles)
         shape = f"{sizes} with {quantiles} quantiles"
@@ -251,7 +253,8 @@ def backward(
 ) -> None:
     """Append the gradients of `forward`; those of w_iq2 and b_iq2 where `makes_last_layer` says so.
 
-    Elsewhere these are a `linear.backward_dw` of dtheta and hidden.
+    Elsewhere these are a `linear.backward_dw` of dtheta and hidden. By warpgroups the gradients of b_phi and b_iq2 are
+    sums of numbers rounded to tf32.
 
     Args:
         program: program to append to; its precision is tf32 or bf16.
@@ -297,7 +300,7 @@ def backward(
     shape = f"{sizes} with {quantiles} quantiles"
     if warpgroups is None:
         by_warpgroups = iqn_warpgroup.fits_warpgroup_backward(program.target, program.precision, sizes, quantiles)
-        warpgroups = by_warpgroups and _aligned(dtheta, tau, h2, hidden)
+        warpgroups = by_warpgroups and all_aligned(dtheta, tau, h2, hidden)
     if warpgroups:
         served = iqn_warpgroup.warpgroup_backward_shape(program.target, program.precision, sizes, quantiles)
         _require_served(served, program, shape, name, "fits_warpgroup_backward")
@@ -671,11 +674,6 @@ def _require_served(served: bool, program: Program, shape: str, label: str, see:
             f"'{label}': {shape} in {program.precision} on {program.target} is not for the fused kernels (see {see}); "
             "use the separate layers"
         )
-
-
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Whether all rows of those that there are start at multiples of 16 bytes."""
-    return all(t is None or t.aligned for t in tensors)
 
 
 def _require_aligned(label: str, **tensors: Tensor | None) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fxengine.graphs.program import ACTIVATIONS, Family, Launch, Program, ProgramError, Tensor, TensorMap, Value
-from fxengine.ops.checks import describe, separate
+from fxengine.ops.checks import all_aligned, describe, separate
 from fxengine.ops.linear_tiles import PRECISIONS, TILES, Tile, choose_dw, choose_tile, has_instructions, tiles_of
 from fxengine.ops.pack import transpose
 
@@ -145,7 +145,7 @@ def forward(
     separate(f"linear '{label}'", "y", y, x=x1, x2=x2)
     mode = _precision(label, precision or program.precision, program.target)
     operands = {"x": x1, "x2": x2, "w": w, "w beside x2": w.columns(x1.shape[1], k) if x2 else None}
-    aligned = _aligned(*operands.values())
+    aligned = all_aligned(*operands.values())
     if tile is None and beside is not None:
         shared = choose_tile(program.target, m, *beside, precision=mode, aligned=aligned)
         tile = None if FORWARD[mode][shared].alone else shared
@@ -239,7 +239,7 @@ def backward_dx(
     if not code:
         x = None
     mode = _precision(label, precision or program.precision, program.target)
-    aligned = _aligned(*(dy_i for dy_i, _, _ in sources))
+    aligned = all_aligned(*(dy_i for dy_i, _, _ in sources))
     name = _tile(label, program.target, DX, mode, tile) or choose_tile(
         program.target, m, k, sum(widths), kind="dx", precision=mode, siblings=siblings, aligned=aligned
     )
@@ -319,7 +319,7 @@ def backward_dw(
     columns = (x1.shape[1], k - x1.shape[1]) if x2 else (k,)
     mode = _precision(label, precision or program.precision, program.target)
     fixed = _tile(label, program.target, DW, mode, tile)
-    aligned = _aligned(dy, x1, x2)
+    aligned = all_aligned(dy, x1, x2)
     name, wanted = choose_dw(
         program.target,
         n,
@@ -374,13 +374,9 @@ def backward_dw(
     return program.launch(DW[mode][name], fields, reads=[dy, x1, x2, *before], writes=writes, label=label)
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
-    return all(t is None or t.aligned for t in tensors)
-
-
 def _require_aligned(label: str, tile: str, operands: Mapping[str, Tensor | None]) -> None:
     given = {role: t for role, t in operands.items() if t is not None}
-    if _aligned(*given.values()):
+    if all_aligned(*given.values()):
         return
     shapes = ", ".join(f"{role} {describe(t)}" for role, t in given.items())
     raise ProgramError(
@@ -392,7 +388,7 @@ def _require_aligned(label: str, tile: str, operands: Mapping[str, Tensor | None
 
 def _whole(*sizes: tuple[int, int], tensors: Sequence[Tensor | None]) -> bool:
     """Whether every size is a multiple of what it is given with, and all rows are aligned."""
-    return all(n % unit == 0 for n, unit in sizes) and _aligned(*tensors)
+    return all(n % unit == 0 for n, unit in sizes) and all_aligned(*tensors)
 
 
 # -- references ---------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ SIZES = iqn_fused.Sizes(20, 24, 40, 5)
 
 class Net:
     """A quantile network on random data; matrices have `pad` columns of rubbish behind their rows, and if they are to
-    be `aligned`, all but theta have as many more as bring the next row to a multiple of 16 bytes."""
+    be `aligned`, all but theta have as many more as bring the next row to a multiple of 16 bytes. Behind the last row
+    of what is given there are `behind` rows of NaN."""
 
     def __init__(
         self,
@@ -40,11 +42,12 @@ class Net:
         sizes: iqn_fused.Sizes = SIZES,
         pad: int = 0,
         aligned: bool = False,
+        behind: int = 0,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.device, self.sizes, self.batch, self.quantiles = device, sizes, batch, quantiles
-        self.pad, self.aligned = pad, aligned
+        self.pad, self.aligned, self.behind = pad, aligned, behind
         self.program = Program(device.target, precision)
         self.whole: dict[str, Tensor] = {}  # outputs with the columns behind them
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
@@ -70,12 +73,12 @@ class Net:
         return self.pad + (-(columns + self.pad) % 4 if self.aligned else 0)
 
     def data(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
-        pad = self.gap(array.shape[1]) if array.ndim == 2 and name != "tau" else 0
-        if not pad:
+        if array.ndim != 2:
             return self.program.tensor(name, array.shape, arena="inputs", data=array)
-        wide = np.full((array.shape[0], array.shape[1] + pad), np.nan, np.float32)
-        wide[:, : array.shape[1]] = array
-        return self.program.tensor(name, wide.shape, arena="inputs", data=wide).columns(0, array.shape[1])
+        rows, columns = array.shape
+        whole = np.full((rows + self.behind, columns + (0 if "tau" in name else self.gap(columns))), np.nan, np.float32)
+        whole[:rows, :columns] = array
+        return self.program.tensor(name, whole.shape, arena="inputs", data=whole).rows(0, rows).columns(0, columns)
 
     def output(self, name: str, columns: int) -> Tensor:
         gap = self.pad if name == "theta" else self.gap(columns)
@@ -169,7 +172,7 @@ def test_forward_by_warpgroups(
 def test_warpgroups_take_several_groups_of_rows(warpgroups: Device) -> None:
     """One block of four chunks of features, on any device: its groups go round more than once, in any order."""
     sizes = iqn_fused.Sizes(32, 256, 128, 12)
-    net = Net(warpgroups, "tf32", batch=40, quantiles=16, sizes=sizes)
+    net = Net(warpgroups, "tf32", batch=41, quantiles=16, sizes=sizes)
     theta, hidden = net.output("theta", sizes.outputs), net.output("hidden", 128)
     share = 1.0 / warpgroups.target.sm_count
     iqn_fused.forward(
@@ -318,9 +321,22 @@ SMALL = iqn_fused.Sizes(32, 128, 128, 5)
 
 
 def gradients_by_warpgroups(
-    device: Device, dtheta: np.ndarray[Any, Any], *, quantiles: int, **options: Any
+    device: Device,
+    dtheta: np.ndarray[Any, Any],
+    *,
+    quantiles: int,
+    sizes: iqn_fused.Sizes = SMALL,
+    behind: int = 0,
+    sick: tuple[str, int] | None = None,
+    **options: Any,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    net = Net(device, "tf32", batch=len(dtheta) // quantiles, quantiles=quantiles, sizes=SMALL, aligned=True)
+    """Gradients of a network whose numbers are the same in every call; `sick`: where there is a NaN in a row."""
+    batch = len(dtheta) // quantiles
+    net = Net(device, "tf32", batch=batch, quantiles=quantiles, sizes=sizes, aligned=True, behind=behind)
+    if sick is not None:
+        name, row = sick
+        net.arrays[name][row, 3] = np.nan
+        net.tensors[name] = net.data(f"sick.{name}", net.arrays[name])
     gradients = backward(net, dtheta, warpgroups=True, **options)
     return dict(zip(gradients, net.run(*gradients.values()), strict=True))
 
@@ -340,7 +356,7 @@ def test_what_is_not_wanted_of_warpgroups_is_not_written(warpgroups: Device, qua
 
 
 def test_nan_stays_with_its_output_in_the_last_layer(warpgroups: Device) -> None:
-    """And numbers beyond the outputs are not seen: they are NaN behind the rows of dtheta and hidden."""
+    """And numbers beyond the outputs are not seen: they are NaN behind the rows of dtheta."""
     sizes, found = replace(SMALL, features=256, outputs=11), []
     for sick in (None, 2, 9):
         net = Net(warpgroups, "tf32", batch=5, quantiles=8, sizes=sizes, pad=1, aligned=True)
@@ -371,24 +387,46 @@ def test_a_scale_of_zero_is_an_exact_zero_by_warpgroups(
 def test_nan_stays_with_its_sample_in_gradients_by_warpgroups(warpgroups: Device, quantiles: int) -> None:
     dtheta = np.random.default_rng(2).normal(size=(6 * quantiles, SMALL.outputs)).astype(np.float32)
     well = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
+    ill = [gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles, sick=(n, 4))["h2"] for n in ("h2", "tau")]
     dtheta[4 * quantiles + 3, 1] = np.nan
-    ill = gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"]
-    assert np.isnan(ill[4]).all()
-    np.testing.assert_array_equal(np.delete(ill, 4, axis=0), np.delete(well, 4, axis=0))
+    ill.append(gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles)["h2"])
+    for found in ill:
+        assert (found[4] != well[4]).any()
+        np.testing.assert_array_equal(np.delete(found, 4, axis=0), np.delete(well, 4, axis=0))
+    assert np.isnan(ill[-1][4]).all()
 
 
-@pytest.mark.parametrize(("batch", "quantiles"), [(43, 8), (3, 64)])
+@pytest.mark.parametrize("quantiles", [8, 16])
+def test_what_lies_behind_the_last_row_is_not_seen_by_warpgroups(warpgroups: Device, quantiles: int) -> None:
+    """The last tile has rows that do not exist."""
+    dtheta = np.random.default_rng(8).normal(size=(21 * quantiles, SMALL.outputs)).astype(np.float32)
+    alone, followed = (
+        gradients_by_warpgroups(warpgroups, dtheta, quantiles=quantiles, behind=behind) for behind in (0, 5)
+    )
+    for name, gradient in alone.items():
+        np.testing.assert_array_equal(followed[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("batch", "quantiles", "sizes"),
+    [
+        (43, 8, SMALL),
+        (3, 64, SMALL),
+        (9, 16, iqn_fused.Sizes(64, 256, 128, 12)),
+        (3, 96, iqn_fused.Sizes(64, 256, 128, 12)),
+    ],
+)
 def test_order_of_the_threads_does_not_change_the_gradients_by_warpgroups(
-    device: Device, batch: int, quantiles: int
+    device: Device, batch: int, quantiles: int, sizes: iqn_fused.Sizes
 ) -> None:
     """Barriers are where they are needed, and nothing is read that was not written before."""
     if device.kind != "sim":
         pytest.skip("only the simulated device can choose the order of threads")
-    dtheta = np.random.default_rng(6).normal(size=(batch * quantiles, SMALL.outputs)).astype(np.float32)
+    dtheta = np.random.default_rng(6).normal(size=(batch * quantiles, sizes.outputs)).astype(np.float32)
     found = set()
     with orders_of_threads(device) as turns:
         for _ in turns:
-            gradients = gradients_by_warpgroups(device, dtheta, quantiles=quantiles)
+            gradients = gradients_by_warpgroups(device, dtheta, quantiles=quantiles, sizes=sizes)
             found.add(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
     assert len(found) == 1
 
@@ -525,6 +563,8 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_warpgroup.fits_warpgroup(hopper, "bf16", usual, 32)
     assert not iqn_warpgroup.fits_warpgroup(hopper, "tf32", usual, 8)
     assert not iqn_warpgroup.fits_warpgroup(ampere, "tf32", usual, 32)
+    assert iqn_warpgroup.fits_warpgroup(hopper, "tf32", replace(usual, outputs=32), 32)
+    assert not iqn_warpgroup.fits_warpgroup(hopper, "tf32", replace(usual, outputs=33), 32)
     for quantiles in (8, 16, 32, 64, 96):
         assert iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", usual, quantiles)
         assert iqn_fused.fits_backward(hopper, "tf32", usual, quantiles)
@@ -533,13 +573,32 @@ def test_who_is_served_is_a_pure_function() -> None:
     assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, features=192), 32)
     assert not iqn_warpgroup.fits_warpgroup_backward(hopper, "tf32", replace(usual, outputs=17), 32)
     assert not iqn_warpgroup.fits_warpgroup_backward(ampere, "tf32", usual, 32)
-    assert iqn_fused.makes_last_layer(hopper, "tf32", usual, 32)
+    assert iqn_fused.makes_last_layer(hopper, "tf32", usual, 32, aligned=True)
     assert not iqn_fused.makes_last_layer(hopper, "tf32", usual, 32, aligned=False)
-    assert iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128, outputs=8), 32)
-    assert not iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128), 32)
-    assert not iqn_fused.makes_last_layer(hopper, "bf16", usual, 32)
-    assert not iqn_fused.makes_last_layer(hopper, "tf32", usual, 48)
-    assert not iqn_fused.makes_last_layer(ampere, "tf32", usual, 32)
+    assert iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128, outputs=8), 32, aligned=True)
+    assert not iqn_fused.makes_last_layer(hopper, "tf32", replace(usual, features=128), 32, aligned=True)
+    assert not iqn_fused.makes_last_layer(hopper, "bf16", usual, 32, aligned=True)
+    assert not iqn_fused.makes_last_layer(hopper, "tf32", usual, 48, aligned=True)
+    assert not iqn_fused.makes_last_layer(ampere, "tf32", usual, 32, aligned=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pad", "aligned", "families"),
+    [
+        (5, 0, True, ["iqn_warpgroup_tf32", "iqn_warpgroup_backward_tf32"]),
+        (5, 0, False, ["iqn_warpgroup_tf32", "iqn_backward_tf32_32"]),  # rows of dtheta
+        (8, 3, False, ["iqn_forward_tf32_16", "iqn_backward_tf32_32"]),  # all rows
+    ],
+)
+def test_rows_that_start_elsewhere_go_without_warpgroups(
+    outputs: int, pad: int, aligned: bool, families: list[str]
+) -> None:
+    sizes = replace(SMALL, outputs=outputs)
+    hopper = SimpleNamespace(target=Target.of("sm_90"))
+    net = Net(cast(Device, hopper), "tf32", batch=2, quantiles=16, sizes=sizes, pad=pad, aligned=aligned)
+    backward(net, np.zeros((net.rows, outputs), np.float32))
+    launched = [launch.family.name for launch in net.program.launches]
+    assert [name for name in launched if name in families] == families
 
 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
