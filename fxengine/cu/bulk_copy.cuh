@@ -3,8 +3,8 @@
 //
 // A barrier is in phase 0 first. Who begins a phase says how many bytes it will have; when they are there, the next phase
 // begins, and all who wait for the one before go on. Copies of a phase may begin, by other threads too, before its bytes
-// are announced, if the phase before has ended: it does not end until then. The simulated device copies at once, as early as that allows, and
-// fails where a thread waits for a phase that nobody has begun.
+// are announced, if the phase before has ended: it does not end until then. The simulated device copies at once, as
+// early as that allows, and fails where a thread waits for a phase that nobody has begun.
 #pragma once
 #include "copy_async.cuh"
 #include "mma.cuh"

@@ -7,8 +7,8 @@
 //   record one after the other; it makes phi 64 columns at a time and multiplies them on at once. Operand A is always in
 //   registers: the sums of a product with packed rows are, for a product with packed k, in the lanes that want them.
 //   A warp's 16 rows belong to one sample, whose h2 the copy engine brings while the warp ends the rows before.
-//   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample. Rows of h2 and
-//   hidden start at multiples of 16 bytes.
+//   The network has 32 or 64 cosines, features in 64s and 128 hidden numbers; 16 rows belong to one sample. Rows of h2
+//   and hidden start at multiples of 16 bytes.
 #include "bulk_copy.cuh"
 #include "iqn_fused.cuh"
 #include "pack.cuh"
@@ -203,10 +203,7 @@ __device__ __forceinline__ void iqn_rows_of_group(const IqnWarpgroup& r, const I
             iqn_quad(v[h], hidden[2 * p], hidden[2 * p + 1], h);
             FX_UNROLL
             for (int e = 0; e < 4; ++e) v[h][e] = fx_activate(FX_RELU, v[h][e] + bias[e]);
-            if (h == 0 ? keeps : keeps_below) {
-                *reinterpret_cast<float4*>((h == 0 ? kept : below) + 16 * p) =
-                    make_float4(v[h][0], v[h][1], v[h][2], v[h][3]);
-            }
+            if (h == 0 ? keeps : keeps_below) fx_store((h == 0 ? kept : below) + 16 * p, v[h], 4, true);
         }
         iqn_steps_of(words[p / 2][p % 2 * 2], words[p / 2][p % 2 * 2 + 1], v);
     }

@@ -19,8 +19,8 @@
 //   Sums of rounded numbers are db_iq2, and db_phi, which is what dw_phi has for the cosine of nothing, 1.
 //   unmixing holds w_iq1 in registers, and has some that mixing gives away.
 //   The network has 32 or 64 cosines, features in 128s, 128 hidden numbers and at most 16 outputs; 8 rows belong to one
-//   sample, and of the number of quantiles and 32 one divides the other. Rows of dtheta, hidden and h2, and tau, start at
-//   multiples of 16 bytes.
+//   sample, and of the number of quantiles and 32 one divides the other. Rows of dtheta, hidden and h2, and tau, start
+//   at multiples of 16 bytes.
 #include "bulk_copy.cuh"
 #include "iqn_fused_tile.cuh"
 #include "pack.cuh"
@@ -29,31 +29,31 @@
 struct IqnWarpgroupBackward {
     int first_tile;
     int tiles;
-    const float* dtheta;     // map of [rows, outputs], boxes of 32 rows, rounded
-    const float* hidden;     // map of [rows, 128], likewise
-    const float* tau;        // [rows]
-    const float* h2;         // [rows / quantiles, features]
-    const float* w_phi;      // [features, cosines], packed
-    const float* b_phi;      // [features]
-    const float* w_iq1;      // [features, 128], the transpose, packed
-    const float* w_iq2;      // [outputs, 128]
-    const float* weight;     // one float; like readiness needed by dh2
-    const float* readiness;  // one float
-    float* dh2;              // [rows / quantiles, features] or null
-    float* partial;          // as of iqn_fused_backward.cu, or null
-    float* partial_iq2;      // [slices, outputs * 128 + outputs], the slice's share of dw_iq2, db_iq2; or null
-    int ld_h2;               // floats between rows
+    const FxTensorMap* dtheta;  // [rows, outputs], boxes of 32 rows, rounded
+    const FxTensorMap* hidden;  // [rows, 128], likewise
+    const float* tau;           // [rows]
+    const float* h2;            // [rows / quantiles, features]
+    const float* w_phi;         // [features, cosines], packed
+    const float* b_phi;         // [features]
+    const float* w_iq1;         // [features, 128], the transpose, packed
+    const float* w_iq2;         // [outputs, 128]
+    const float* weight;        // one float; like readiness needed by dh2
+    const float* readiness;     // one float
+    float* dh2;                 // [rows / quantiles, features] or null
+    float* partial;             // as of iqn_fused_backward.cu, or null
+    float* partial_iq2;         // [slices, outputs * 128 + outputs], the slice's share of dw_iq2, db_iq2; or null
+    int ld_h2;                  // floats between rows
     int ld_iq2;
     int ld_dh2;
     int rows;
     int quantiles;
     int cosines;
     int features;
-    int width;               // 128
+    int width;                  // 128
     int outputs;
     int slices;
-    int activation;          // FxActivation that made h2
-    int accumulate;          // 1 = dh2 +=
+    int activation;             // FxActivation that made h2
+    int accumulate;             // 1 = dh2 +=
 };
 
 #if FX_HAS_WARPGROUPS
@@ -64,7 +64,7 @@ constexpr int iqn_block = iqn_rows * 128;  // bytes of 32 k of `across`
 
 // Of a thread. Fewer of the latter, and the compiler would wait for every single product.
 constexpr int iqn_mixing_registers = 112, iqn_unmixing_registers = 144;
-static_assert(iqn_mixing_registers + iqn_unmixing_registers == 2 * 128, "as many as the launch has: 512 threads of 128");
+static_assert(iqn_mixing_registers + iqn_unmixing_registers == 2 * 128, "as many as 512 threads of 128 have");
 
 // Shared memory of a block, in bytes.
 struct IqnLayout {
@@ -135,8 +135,8 @@ struct IqnPlace {
 
     __device__ __forceinline__ IqnPlace() : IqnPlace(fx_linear_again(static_cast<int>(threadIdx.x)) & 255) {}
 
-    // Of eight rows the one whose quads the lane reads or writes. Neighbours' rows lie in different halves of a line: the
-    // eight lanes that do so together meet in no bank.
+    // Of eight rows the one whose quads the lane reads or writes. Neighbours' rows lie in different halves of a line:
+    // the eight lanes that do so together meet in no bank.
     __device__ __forceinline__ int row() const { return g ^ (g & 1) * 4; }
 
 private:
@@ -145,10 +145,6 @@ private:
 };
 
 typedef IqnShareOf<iqn_columns_of_block> IqnShare;
-
-__device__ __forceinline__ const FxTensorMap* iqn_map(const float* address) {
-    return reinterpret_cast<const FxTensorMap*>(address);
-}
 
 // The sum over four neighbouring lanes of their number n mod 4, which is the lane's among them.
 __device__ __forceinline__ float iqn_sum_of_quarter(int n, float a, float b, float c, float d) {
@@ -399,17 +395,17 @@ struct IqnUnmixing {
         const int of_tau = 4 * (r.rows - row < iqn_rows ? r.rows - row : iqn_rows);
         if (warp < 4) {
             if (warp == 0) fx_bulk_expect(barrier, IqnLayout::HIDDEN + IqnLayout::DTHETA + of_tau);
-            fx_bulk_copy_box(to.hidden + slot * IqnLayout::HIDDEN + warp * iqn_block, iqn_map(r.hidden), row, 32 * warp,
+            fx_bulk_copy_box(to.hidden + slot * IqnLayout::HIDDEN + warp * iqn_block, r.hidden, row, 32 * warp,
                              barrier);
         } else if (warp == 4) {
-            fx_bulk_copy_box(to.dtheta + slot * IqnLayout::DTHETA, iqn_map(r.dtheta), row, 0, barrier);
+            fx_bulk_copy_box(to.dtheta + slot * IqnLayout::DTHETA, r.dtheta, row, 0, barrier);
         } else {
             fx_bulk_copy(to.tau + slot * IqnLayout::TAU, r.tau + row, of_tau, barrier);
         }
     }
 
-    // By one thread of each warp, of which that of warp 7 begins to copy h2 of the samples of the tile at `row` into place
-    // `slot`.
+    // By one thread of each warp, of which that of warp 7 begins to copy h2 of the samples of the tile at `row` into
+    // place `slot`.
     __device__ __forceinline__ void fetch_states(int warp, int row, int slot) const {
         if (warp != 7 || row >= r.rows) return;
         u64* const barrier = shared.arrivals.states + slot;

@@ -358,9 +358,9 @@ __device__ __forceinline__ void fx_linear_product(float (&acc)[T::TM][T::TN], fl
 }
 
 // Where a group leaves its sum of (row, column) in its tile in shared memory. Every second pair of rows has the halves
-// of its 32 columns exchanged; where fragments are turned (MappedTile), every second four rows have neighbouring quarters
-// exchanged and every second eight the halves: no access has a bank conflict, whether a warp stores its fragments or
-// reads rows.
+// of its 32 columns exchanged; where fragments are turned (MappedTile), every second four rows have neighbouring
+// quarters exchanged and every second eight the halves: no access has a bank conflict, whether a warp stores its
+// fragments or reads rows.
 template <class T>
 __device__ __forceinline__ int fx_linear_place(int row, int column) {
     if constexpr (T::TURNED) return row * T::BN + (column ^ (row & 12) * 2);

@@ -108,8 +108,8 @@ struct LinearWarps : LinearStages<BM, BN, STAGES> {
         }
     };
 
-    // The sum over k of row threadIdx.x of A. Warps of the first columns have the sums over their lanes' k of the rows of
-    // their fragments.
+    // The sum over k of row threadIdx.x of A. Warps of the first columns have the sums over their lanes' k of the rows
+    // of their fragments.
     static __device__ __forceinline__ float warp_rows(const float (&sums)[WM / 16][2], float* shared) {
         const Place at;
         const int lane = static_cast<int>(threadIdx.x) & 31;

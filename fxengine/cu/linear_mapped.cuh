@@ -115,8 +115,8 @@ struct MappedTile : LinearWarps<BM_, BN_, WM, WN, STAGES> {
         }
     }
 
-    // Fragment i of the columns has columns 16 i + 2 g + h; fragments 2 j and 2 j + 1 of the rows have rows 16 j + 4 t to
-    // 16 j + 4 t + 3.
+    // Fragment i of the columns has columns 16 i + 2 g + h; fragments 2 j and 2 j + 1 of the rows have rows 16 j + 4 t
+    // to 16 j + 4 t + 3.
     template <int UNROLL, class Fetch, class Use>
     static __device__ __forceinline__ void outputs(const Sums& sums, float* shared, Fetch fetch, Use use) {
         const Place at;

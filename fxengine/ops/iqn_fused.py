@@ -307,7 +307,6 @@ def backward(
         _require_aligned(name, dtheta=dtheta, tau=tau, h2=h2, hidden=hidden)
         height, family = iqn_warpgroup.WARPGROUP_ROWS, iqn_warpgroup.warpgroup_backward_family()
         w_phi, w_iq1 = iqn_warpgroup.packed_for_backward(program, weights)
-        del fields["ld_dtheta"], fields["ld_hidden"]
         fields |= {"dtheta": TensorMap(dtheta, height), "hidden": TensorMap(hidden, height), "partial_iq2": 0}
         makes_last = iqn_warpgroup.reaches_last_layer(sizes)
     else:
@@ -315,7 +314,7 @@ def backward(
         _require_served(height > 0, program, shape, name, "fits_backward")
         family = _backward_family(program.precision, height)
         w_phi, w_iq1 = weights.w_phi, weights.w_iq1
-        fields |= {"ld_phi": w_phi.ld, "ld_iq1": w_iq1.ld}
+        fields |= {"ld_dtheta": dtheta.ld, "ld_hidden": hidden.ld, "ld_phi": w_phi.ld, "ld_iq1": w_iq1.ld}
         makes_last = False
     parts = -(-sizes.features // BACKWARD_COLUMNS)
     slices = max(1, min(-(-rows // max(height, quantiles)), int(program.target.sm_count * share) // parts))
@@ -420,6 +419,8 @@ def state_gradient(
             **fields,
             "w_phi": weights.w_phi,
             "w_iq1": weights.w_iq1,
+            "ld_dtheta": dtheta.ld,
+            "ld_hidden": hidden.ld,
             "ld_phi": weights.w_phi.ld,
             "ld_iq1": weights.w_iq1.ld,
             "samples": samples,
@@ -469,9 +470,7 @@ def _gradient(
         "weight": weight or 0,
         "readiness": readiness or 0,
         "dh2": dh2 or 0,
-        "ld_dtheta": dtheta.ld,
         "ld_h2": h2.ld,
-        "ld_hidden": hidden.ld,
         "ld_iq2": weights.w_iq2.ld,
         "ld_dh2": dh2.ld if dh2 else 0,
         "quantiles": quantiles,
